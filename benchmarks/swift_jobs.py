@@ -125,7 +125,7 @@ class SwiftJob:
 
     @property
     def losses(self) -> list[float]:
-        """The loss of each step from ms-swift's log; empty if there is none."""
+        """The loss of each step from ms-swift's log; empty if the log has no loss."""
         path = self.output / "logging.jsonl"
         return [line["loss"] for line in (read_lines(path) if path.exists() else []) if "loss" in line]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.comms import NOTHING
+from benchmarks.comms import MIB, NOTHING
 from benchmarks.gpus import count_gpus, machine
 from benchmarks.script import GPUS, HIDDEN, LAYOUTS, TOKENS, WATCHED, block_ratios, run_in_turns
 from benchmarks.table import Row, at_least, at_most
@@ -16,7 +16,6 @@ from rl_safe_workers.versions import installed_versions
 
 BLOCKS, BLOCK_STEPS = 20, 3
 DEAREST_PERCENT, LARGEST_MIB, SLOWEST = 0.5, 20.0, 1.03
-MIB = 2**20
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:

@@ -28,7 +28,7 @@ class GroupEnd(NamedTuple):
     """Ranks that have not ended."""
     waited_s: float
     text: str
-    """The errors of ranks; empty if there are none."""
+    """The errors of ranks; empty if no rank has failed."""
 
 
 def end_of(calls: Sequence[Any], patience_s: float) -> GroupEnd:

@@ -104,7 +104,7 @@ def _name_of_keeper(run_id: str, node_id: str) -> str:
 
 
 def keeper_of(run_id: str | None, node_id: str) -> Any:
-    """Returns the actor that looks after a job's processes on a node; None if there is none, as on the entry's node."""
+    """Returns the actor that looks after a job's processes on a node; None if the node has no such actor."""
     try:
         return ray.get_actor(_name_of_keeper(run_id or "", node_id))
     except ValueError:

@@ -181,7 +181,7 @@ class ColocatedSyncs:
         """Returns the mismatches in all engines. Collective over: the training world, through the store.
 
         Args:
-            wrong: The mismatch in this rank's engine; empty if there is none.
+            wrong: The mismatch in this rank's engine; empty if all weights are right.
         """
         told = self._settle("sync proof", wrong, lambda reports: [one for one in enumerate(reports) if one[1]])
         self._wrong = [rank for rank, _ in told]

@@ -95,8 +95,8 @@ def find_conversion(final: Path, wanted: ConvertedModel, *, overwrite: bool = Fa
         overwrite: Whether a conversion may replace something else.
 
     Returns:
-        The manifest of a complete conversion of that model; None if there is none or it is truncated, so that it has
-        to be made.
+        The manifest of a complete conversion of that model. None if the conversion is missing or truncated and must be
+        made.
 
     Raises:
         CheckpointMismatchError: If something else is at ``final`` and ``overwrite`` is False; the message says what it
@@ -190,7 +190,7 @@ def find_megatron_weights(path: Path) -> MegatronWeights:
     """Finds the shards of a conversion, of a training checkpoint, or of a torch_dist directory of another program.
 
     Raises:
-        CheckpointError: If it is none of these, or if it is one of ours and not complete.
+        CheckpointError: If the folder has none of these formats, or was written by us and is incomplete.
     """
     # Megatron-core writes this file last (serialization.py:421).
     if not (path / MANIFEST).is_file() and (path / "metadata.json").is_file():
