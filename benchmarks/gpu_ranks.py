@@ -13,7 +13,7 @@ import random
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -38,7 +38,9 @@ from rl_safe_workers.models.bridge import open_bridge
 from rl_safe_workers.models.build import build_chunks
 from rl_safe_workers.platforms import cuda
 from rl_safe_workers.platforms.pinned import host_buffer
-from rl_safe_workers.rollout.protocol import WeightSpec
+from rl_safe_workers.rollout.packing import joined_names
+from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
+from rl_safe_workers.workers.outgoing import Outgoing
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.store import connect_store
 
@@ -167,8 +169,12 @@ class Trainer(Ranks):
             self.seconds["sync"].append(time.perf_counter() - started_s)
         self.meet()
         self.values["obstacles"] = [self.store.get(f"bench/obstacle/{rank}").decode() for rank in range(self.rollouts)]
+        own = self.worker.own_hf_weights()
+        assert own is not None, "our bridge can tell"
+        outgoing = Outgoing.of_own(own, training_rank=self.rank)
+        buckets = plan_buckets(outgoing.specs, bucket_bytes=self.config.rollout.bucket_bytes)
         for _ in range(ROUNDS):
-            self.timed("export", lambda: deque(self.worker.export_hf_weights(), maxlen=0))
+            self.timed("pack", partial(self._pack, outgoing, buckets))
         if self.trainers < 2:
             return
         whole = torch.empty(
@@ -176,6 +182,15 @@ class Trainer(Ranks):
         )
         for _ in range(ROUNDS):
             self.timed("broadcast", lambda: dist.broadcast(whole, src=0))
+
+    def _pack(self, outgoing: Outgoing, buckets: Sequence[Bucket]) -> None:
+        """Packs all buckets of this rank, without sending them."""
+        weights = outgoing.weights(joined_names(buckets))
+        buffer = torch.empty(max(bucket.size_bytes for bucket in buckets), dtype=torch.uint8, device=self.worker.device)
+        started_s = time.perf_counter()
+        for bucket in buckets:
+            outgoing.pack(bucket, weights, buffer[: bucket.size_bytes], training_rank=self.rank)
+        self.seconds["pack_launches"].append(time.perf_counter() - started_s)
 
     def _steps(self, batch: Any) -> None:
         """Times training steps in turns: ours, and those of a loop over Megatron alone."""

@@ -35,6 +35,8 @@ class OwnWeight:
     make: Callable[[], Sequence[torch.Tensor]]
     """Builds them from the parameter's current values. Collective over: the tensor or expert-tensor group, if
     ``is_split``."""
+    parameter: torch.Tensor | None = None
+    """The parameter, if its memory is exactly these weights, one after another; else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,7 @@ def _own_weight(
         is_split=parts > 1,
         is_source=rank == 0,
         make=converted if views is None else lambda: [view.of(parameter.detach()) for view in views],
+        parameter=parameter if _is_all_of(parameter, weights) else None,
     )
 
 
@@ -136,3 +139,14 @@ def _views(weights: Sequence[torch.Tensor], parameter: torch.Tensor) -> list[_Vi
         return None
     start = int(parameter.storage_offset())
     return [_View(tuple(w.shape), tuple(w.stride()), int(w.storage_offset()) - start) for w in weights]
+
+
+def _is_all_of(parameter: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+    """Returns True if a parameter's memory is exactly these weights, one after another. A single one has its shape."""
+    address = parameter.data_ptr()
+    for weight in weights:
+        if weight.data_ptr() != address or not weight.is_contiguous():
+            return False
+        address += weight.nbytes
+    is_all = parameter.is_contiguous() and address == parameter.data_ptr() + parameter.nbytes
+    return is_all and (len(weights) > 1 or weights[0].shape == parameter.shape)

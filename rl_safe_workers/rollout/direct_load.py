@@ -35,8 +35,12 @@ class Copy:
     """Offset of the source in the bucket, in elements of the target's dtype."""
 
     def source(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Returns the part of a bucket's buffer that is copied, as a view with the target's dtype and shape."""
-        return buffer.view(self.target.dtype).as_strided(self.target.shape, self.stride, self.offset)
+        """Returns the part of a bucket's buffer that is copied, as a view with the target's shape.
+
+        Args:
+            buffer: The buffer, as a flat tensor of the target's dtype.
+        """
+        return buffer.as_strided(self.target.shape, self.stride, self.offset)
 
     def joined(self, following: Copy) -> Copy | None:
         """Returns this copy and the next as one; None unless both their sources and their targets are adjacent."""
@@ -152,7 +156,7 @@ class DirectLoad:
     def note(self, number: int, buffer: torch.Tensor) -> None:
         """Records checksums of a bucket that goes through the loaders, for `check`."""
         if self.obstacle is None:
-            self._sent.append(digests([copy.source(buffer) for copy in self.copies[number]]))
+            self._sent.append(digests(_sources(self.copies[number], buffer)))
 
     def check(self, parameters: Iterable[torch.Tensor]) -> str | None:
         """Compares the checksums of the sent data with those of every destination, after an update by the loaders.
@@ -186,4 +190,10 @@ class DirectLoad:
         for target, value in self._fills[number]:
             target.fill_(value)
         copies = self.copies[number]
-        copy_each([c.target for c in copies], [c.source(buffer) for c in copies])
+        copy_each([copy.target for copy in copies], _sources(copies, buffer))
+
+
+def _sources(copies: Sequence[Copy], buffer: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the part of a bucket's buffer that each copy reads."""
+    views = {dtype: buffer.view(dtype) for dtype in {copy.target.dtype for copy in copies}}
+    return [copy.source(views[copy.target.dtype]) for copy in copies]

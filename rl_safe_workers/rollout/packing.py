@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, pairwise
 
 import torch
 
@@ -22,21 +24,49 @@ def spec_of(name: str, tensor: torch.Tensor) -> WeightSpec:
     return WeightSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
 
 
-def places(bucket: Bucket, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields the place of each weight as a view of the buffer, with the weight's shape and dtype.
+def cut(
+    block: torch.Tensor, slots: Iterable[int], shapes: Iterable[Sequence[int]], dtypes: Iterable[torch.dtype]
+) -> list[torch.Tensor]:
+    """Cuts a block of memory into tensors, one after another. Cuts equal neighbours together, for speed.
 
     Args:
-        bucket: The weights in ``buffer``.
-        buffer: Tensor of shape ``[bucket.size_bytes]``, uint8.
+        block: ``[sum(slots)]``, uint8.
+        slots: Bytes from the start of each tensor to the start of the next, or to the block's end. A slot may be larger
+            than its tensor.
+        shapes: Shape of each tensor.
+        dtypes: dtype of each tensor.
     """
-    # As few calls as possible for each weight, because there may be thousands.
-    ends = (*bucket.offsets[1:], bucket.size_bytes)
-    slots = [end - start for start, end in zip(bucket.offsets, ends, strict=True)]
-    for spec, size, slot in zip(bucket.specs, bucket.sizes, buffer.split_with_sizes(slots), strict=True):
-        flat = slot if len(slot) == size else slot[:size]
-        yield flat.view(DTYPES[spec.dtype]).view(spec.shape)
+    runs = [(kind, sum(1 for _ in equal)) for kind, equal in groupby(zip(dtypes, shapes, slots, strict=True))]
+    blocks = block.split_with_sizes([count * slot for (_, _, slot), count in runs])
+    found: list[torch.Tensor] = []
+    for ((dtype, shape, slot), count), part in zip(runs, blocks, strict=True):
+        places = part.view(dtype).view(count, slot // dtype.itemsize)[:, : math.prod(shape)]
+        found += places.view(count, *shape).unbind()
+    return found
+
+
+def slots_of(bucket: Bucket) -> list[int]:
+    """Returns the bytes that each weight of a bucket takes, with padding."""
+    return [end - start for start, end in pairwise((*bucket.offsets, bucket.size_bytes))]
+
+
+def joined_names(buckets: Iterable[Bucket]) -> frozenset[str]:
+    """Returns the names of weights that follow the weight before them in its bucket, without padding between them."""
+    return frozenset(
+        spec.name
+        for bucket in buckets
+        for spec, slot, size in zip(bucket.specs[1:], slots_of(bucket), bucket.sizes, strict=False)
+        if slot == size
+    )
 
 
 def unpack(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the name of each weight in a bucket, with a view of it in the buffer."""
-    yield from zip((spec.name for spec in bucket.specs), places(bucket, buffer), strict=True)
+    """Yields the name of each weight in a bucket, with a view of it in the buffer.
+
+    Args:
+        bucket: The weights in ``buffer``.
+        buffer: ``[bucket.size_bytes]``, uint8.
+    """
+    specs = bucket.specs
+    places = cut(buffer, slots_of(bucket), [spec.shape for spec in specs], [DTYPES[spec.dtype] for spec in specs])
+    yield from zip((spec.name for spec in specs), places, strict=True)

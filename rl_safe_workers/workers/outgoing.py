@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -13,14 +13,15 @@ from rl_safe_workers.comms.json_gather import gather_json
 from rl_safe_workers.compat.torch_copies import copy_each
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import OwnWeight
-from rl_safe_workers.rollout.packing import DTYPES, dtype_name, places
+from rl_safe_workers.rollout.packing import DTYPES, cut, dtype_name, slots_of
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
 from rl_safe_workers.rollout.sent_digests import AT_ONCE_BYTES
 
-Weights = Iterator[tuple[str, torch.Tensor]]
+Weights = Iterator[tuple[tuple[str, ...], torch.Tensor]]
+"""Yields a tensor with its name, or a tensor whose memory is several weights, one after another, with their names."""
 Digest = Callable[[Sequence[torch.Tensor]], None]
 
-_NOTHING = ("nothing", torch.empty(0))
+_NOTHING = (("nothing",), torch.empty(0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,17 +32,25 @@ class Outgoing:
     mine: frozenset[str]
     is_collective: bool
     """True if some rank needs collectives of the training world to make its weights."""
-    weights: Callable[[], Weights]
-    """Yields this rank's weights from the start, in the order of ``specs``. May be collective at each item."""
+    weights: Callable[[Collection[str]], Weights]
+    """Yields this rank's weights from the start, in the order of ``specs``. May be collective at each item.
+
+    The argument is the result of `joined_names`: only these weights may share an item with the weight before them.
+    """
 
     @classmethod
-    def of_all(cls, export: Callable[[], Weights]) -> Outgoing:
+    def of_all(cls, export: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> Outgoing:
         """Uses an export that gives every weight to every rank; rank 0 sends. Collective over: the training world."""
         specs = tuple(
             WeightSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
             for name, tensor in export()
         )
-        return cls(specs=specs, mine=frozenset(spec.name for spec in specs), is_collective=True, weights=export)
+        return cls(
+            specs=specs,
+            mine=frozenset(spec.name for spec in specs),
+            is_collective=True,
+            weights=lambda _: (((name,), tensor) for name, tensor in export()),
+        )
 
     @classmethod
     def of_own(cls, own: Sequence[OwnWeight], *, training_rank: int) -> Outgoing:
@@ -71,9 +80,12 @@ class Outgoing:
             raise WeightSyncError("two training ranks would send the same weight")
         in_order = sorted(own, key=lambda weight: weight.place)
 
-        def weights() -> Weights:
+        def weights(joined: Collection[str]) -> Weights:
             for weight in in_order:
-                yield from zip(weight.names, weight.make(), strict=True)
+                if weight.parameter is not None and all(map(joined.__contains__, weight.names[1:])):
+                    yield weight.names, weight.parameter.detach()
+                else:
+                    yield from zip(zip(weight.names), weight.make(), strict=True)
 
         return cls(
             specs=specs,
@@ -98,43 +110,52 @@ class Outgoing:
             weights: This rank's weights, as `weights` yields them. The call takes those of the bucket.
             buffer: ``[bucket.size_bytes]`` of uint8; written only on the bucket's source.
             training_rank: This rank.
-            digest: Called on the bucket's source with the weights before they are copied.
+            digest: Called on the bucket's source with the items before they are copied.
 
         Raises:
             WeightSyncError: If a weight does not match its announcement.
         """
+        number, end = 0, len(bucket.specs)
         if bucket.source != training_rank:
-            for spec in bucket.specs:
-                if spec.name in self.mine:
-                    self._take(spec, weights)
+            while number < end:
+                number += self._take(bucket, number, weights)[1] if bucket.specs[number].name in self.mine else 1
             return
-        targets: list[torch.Tensor] = []
-        tensors: list[torch.Tensor] = []
-        waiting_bytes = 0
-        for spec, size, place in zip(bucket.specs, bucket.sizes, places(bucket, buffer), strict=True):
-            targets.append(place)
-            tensors.append(self._take(spec, weights))
-            waiting_bytes += size
-            if waiting_bytes > AT_ONCE_BYTES:
-                _copy(targets, tensors, digest)
-                waiting_bytes = 0
-        _copy(targets, tensors, digest)
+        slots = slots_of(bucket)
+        taken: list[torch.Tensor] = []
+        taken_slots: list[int] = []
+        start_bytes = waiting_bytes = 0
+        while number < end:
+            tensor, count = self._take(bucket, number, weights)
+            taken.append(tensor)
+            taken_slots.append(sum(slots[number : number + count]))
+            waiting_bytes += taken_slots[-1]
+            number += count
+            if waiting_bytes > AT_ONCE_BYTES or number == end:
+                if digest is not None:
+                    digest(taken)
+                _copy(taken, buffer[start_bytes:][:waiting_bytes], taken_slots)
+                start_bytes, waiting_bytes = start_bytes + waiting_bytes, 0
+                taken.clear()
+                taken_slots.clear()
 
     @staticmethod
-    def _take(spec: WeightSpec, weights: Weights) -> torch.Tensor:
-        name, tensor = next(weights, _NOTHING)
-        if name != spec.name or tensor.shape != spec.shape or tensor.dtype != DTYPES[spec.dtype]:
+    def _take(bucket: Bucket, number: int, weights: Weights) -> tuple[torch.Tensor, int]:
+        """Takes the next item. Returns it with the number of weights in it, of which the first is ``number``."""
+        spec = bucket.specs[number]
+        names, tensor = next(weights, _NOTHING)
+        is_right = names[0] == spec.name and tensor.dtype == DTYPES[spec.dtype]
+        if is_right and len(names) == 1:
+            is_right = tensor.shape == spec.shape
+        elif is_right:
+            is_right = tensor.nbytes == sum(bucket.sizes[number : number + len(names)])
+        if not is_right:
             raise WeightSyncError(
-                f"weight {name} {dtype_name(tensor.dtype)} {tuple(tensor.shape)} was announced as "
+                f"weight {', '.join(names)} {dtype_name(tensor.dtype)} {tuple(tensor.shape)} was announced as "
                 f"{spec.name} {spec.dtype} {spec.shape}"
             )
-        return tensor
+        return tensor, len(names)
 
 
-def _copy(targets: list[torch.Tensor], tensors: list[torch.Tensor], digest: Digest | None) -> None:
-    """Copies all in one launch, and empties both lists. A launch for each expert would cost more than the transfer."""
-    if digest is not None:
-        digest(tensors)
-    copy_each(targets, tensors)
-    targets.clear()
-    tensors.clear()
+def _copy(tensors: Sequence[torch.Tensor], block: torch.Tensor, slots: Sequence[int]) -> None:
+    """Copies all in one launch. A launch for each expert would cost more than the transfer."""
+    copy_each(cut(block, slots, [one.shape for one in tensors], [one.dtype for one in tensors]), tensors)

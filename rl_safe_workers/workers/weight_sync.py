@@ -16,6 +16,7 @@ from rl_safe_workers.errors import LifecycleError, WeightSyncError, first_line, 
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.ranks import format_ranks, joint_ids, trainer_id
+from rl_safe_workers.rollout.packing import joined_names
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.rollout.sent_digests import SentDigests
 from rl_safe_workers.rollout.sync_proof import SentWeights
@@ -58,8 +59,8 @@ class WeightSync(Part):
         """Digests of the current sync; None if it takes no digests."""
         self._colocated = False
         self._outgoing: Outgoing | None = None
-        self._buckets: dict[int, list[Bucket]] = {}
-        """Buckets by ``bucket_bytes``."""
+        self._buckets: dict[int, tuple[list[Bucket], frozenset[str]]] = {}
+        """Buckets and their `joined_names`, by ``bucket_bytes``."""
 
     def join(
         self,
@@ -159,13 +160,16 @@ class WeightSync(Part):
             complete_param_gathers(self.rank.host.chunks)
             self.sent, self._digests = _NOT_PROVED, SentDigests() if prove else None
             if bucket_bytes not in self._buckets:
-                self._buckets[bucket_bytes] = plan_buckets(self._outgoing.specs, bucket_bytes=bucket_bytes)
-            buckets = self._buckets[bucket_bytes]
+                planned = plan_buckets(self._outgoing.specs, bucket_bytes=bucket_bytes)
+                self._buckets[bucket_bytes] = planned, joined_names(planned)
+            buckets, joined = self._buckets[bucket_bytes]
             failure, buffers = self._bucket_buffers(max((bucket.size_bytes for bucket in buckets), default=0))
             if self._colocated or self._outgoing.is_collective:
                 # Collectives follow. A rank without memory would skip them, and the others would hang.
                 self._agree(failure)
-            failure = self._send(buckets, self._outgoing, buffers, failure)
+            # Each weight has a digest of its own.
+            weights = self._outgoing.weights(joined if self._digests is None else ())
+            failure = self._send(buckets, weights, buffers, failure)
             self._agree(failure)
             if self._digests is not None:
                 mine = [spec.name for spec in self._outgoing.specs if spec.source == self.rank.training_rank]
@@ -181,7 +185,7 @@ class WeightSync(Part):
             return Failure(text, foreign=foreign_cause(error)), []
 
     def _send(
-        self, buckets: list[Bucket], outgoing: Outgoing, buffers: list[torch.Tensor], failure: Failure | None
+        self, buckets: list[Bucket], weights: Weights, buffers: list[torch.Tensor], failure: Failure | None
     ) -> Failure | None:
         """Sends all buckets; returns the failure, or None. Goes on after a failure, so that no other rank hangs."""
         group = self.joint_group
@@ -192,14 +196,13 @@ class WeightSync(Part):
             self.leave(failed=True)
         elif group is not None:
             group.limit(_PAIR_SHARE * self.rank.remaining())
-        weights = outgoing.weights()
         on_its_way: Callable[[], None] | None = None
         for number, bucket in enumerate(buckets):
             # Without memory this rank packs nothing. If others need its weights, `_agree` has raised before.
             buffer = buffers[number % len(buffers)][: bucket.size_bytes] if buffers else None
             if buffer is None:
                 break
-            failed_now = self._pack(bucket, weights, buffer, outgoing)
+            failed_now = self._pack(bucket, weights, buffer)
             if self._colocated and self.rank.training_size > 1:
                 # Each trainer passes everything on to the rollout rank beside it.
                 dist.broadcast(buffer, group_src=bucket.source, group=dist.group.WORLD)
@@ -221,10 +224,11 @@ class WeightSync(Part):
             failure = self._flush(group, on_its_way)
         return failure
 
-    def _pack(self, bucket: Bucket, weights: Weights, buffer: torch.Tensor, outgoing: Outgoing) -> Failure | None:
+    def _pack(self, bucket: Bucket, weights: Weights, buffer: torch.Tensor) -> Failure | None:
+        assert self._outgoing is not None, "send_weights has checked this"
         try:
             digest = None if self._digests is None else self._digests.add
-            outgoing.pack(bucket, weights, buffer, training_rank=self.rank.training_rank, digest=digest)
+            self._outgoing.pack(bucket, weights, buffer, training_rank=self.rank.training_rank, digest=digest)
         except Exception as error:
             return Failure.of(error)
         return None

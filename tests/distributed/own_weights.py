@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from rl_safe_workers.rollout.packing import dtype_name, unpack
+from rl_safe_workers.rollout.packing import dtype_name, joined_names, unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.workers.outgoing import Outgoing
 from rl_safe_workers.worlds.address import StoreAddress
@@ -97,14 +97,18 @@ def _prints(weights: Iterable[tuple[str, torch.Tensor]]) -> Prints:
     return {name: _print(weight) for name, weight in weights}
 
 
+def _made(outgoing: Outgoing) -> Prints:
+    return _prints((name, weight) for (name,), weight in outgoing.weights(()))
+
+
 def _views(worker: Worker, outgoing: Outgoing) -> set[str]:
     storages = {p.untyped_storage().data_ptr() for chunk in worker.chunks for p in chunk.parameters()}
-    return {name for name, weight in outgoing.weights() if weight.untyped_storage().data_ptr() in storages}
+    return {name for (name,), weight in outgoing.weights(()) if weight.untyped_storage().data_ptr() in storages}
 
 
 def _send(outgoing: Outgoing, buckets: list[Bucket], rank: int) -> tuple[Prints, int]:
     """Sends all buckets to all trainers; returns what arrived, and how many weights were not sent."""
-    weights, received = outgoing.weights(), []
+    weights, received = outgoing.weights(joined_names(buckets)), []
     for bucket in buckets:
         buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8)
         outgoing.pack(bucket, weights, buffer, training_rank=rank)
@@ -127,13 +131,13 @@ def see(rank: int, address: StoreAddress, models: Path, layout: Layout) -> Seen:
     assert own is not None
     outgoing = Outgoing.of_own(own, training_rank=rank)
     buckets = plan_buckets(outgoing.specs, bucket_bytes=BUCKET_BYTES)
-    exported, made, views = _prints(worker.export_hf_weights()), _prints(outgoing.weights()), _views(worker, outgoing)
+    exported, made, views = _prints(worker.export_hf_weights()), _made(outgoing), _views(worker, outgoing)
     received, left_over = _send(outgoing, buckets, rank)
     _double(worker)
-    moved_exported, moved_made = _prints(worker.export_hf_weights()), _prints(outgoing.weights())
+    moved_exported, moved_made = _prints(worker.export_hf_weights()), _made(outgoing)
     worker.offload()
     worker.onload()
-    onloaded_made, ep_rank = _prints(outgoing.weights()), parallel_state.get_expert_model_parallel_rank()
+    onloaded_made, ep_rank = _made(outgoing), parallel_state.get_expert_model_parallel_rank()
     assert worker.teardown() == {}
     return Seen(
         specs=outgoing.specs,

@@ -98,7 +98,7 @@ class Wire:
 
     def send(self, weights: Weights, on_the_wire: Weights, digest: Digest | None = None) -> None:
         outgoing = outgoing_of(weights)
-        taken = outgoing.weights()
+        taken = outgoing.weights(())
         self.buffers = []
         for bucket in self.buckets:
             buffer = torch.zeros(bucket.size_bytes, dtype=torch.uint8)
@@ -114,7 +114,12 @@ def outgoing_of(weights: Weights) -> Outgoing:
         WeightSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
         for name, tensor in weights.items()
     )
-    return Outgoing(specs=specs, mine=frozenset(weights), is_collective=False, weights=lambda: iter(weights.items()))
+    return Outgoing(
+        specs=specs,
+        mine=frozenset(weights),
+        is_collective=False,
+        weights=lambda _: (((name,), tensor) for name, tensor in weights.items()),
+    )
 
 
 def view_of(model: torch.nn.Module, name: str, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

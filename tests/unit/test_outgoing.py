@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import OwnWeight
-from rl_safe_workers.rollout.packing import dtype_name, unpack
+from rl_safe_workers.rollout.packing import dtype_name, joined_names, unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.workers.outgoing import Outgoing
 
@@ -29,7 +30,12 @@ def spec(name: str, tensor: torch.Tensor, *, source: int = 0) -> WeightSpec:
 
 def outgoing(weights: Weights, *, source: int = 0) -> Outgoing:
     specs = tuple(spec(name, tensor, source=source) for name, tensor in weights.items())
-    return Outgoing(specs=specs, mine=frozenset(weights), is_collective=False, weights=lambda: iter(weights.items()))
+    return Outgoing(specs=specs, mine=frozenset(weights), is_collective=False, weights=lambda _: alone(weights))
+
+
+def alone(weights: Weights) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """Yields each weight as an item of its own."""
+    return (((name,), tensor) for name, tensor in weights.items())
 
 
 def only_bucket(made: Outgoing) -> Bucket:
@@ -69,7 +75,7 @@ def test_the_source_writes_every_weight_bit_for_bit() -> None:
         "scalar": torch.tensor(2**53 + 1, dtype=torch.int64),
     }
     made = outgoing(weights)
-    buffer = packed(made, only_bucket(made), made.weights(), training_rank=0)
+    buffer = packed(made, only_bucket(made), made.weights(()), training_rank=0)
     for name, tensor in unpack(only_bucket(made), buffer):
         expected = weights[name].contiguous()
         assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
@@ -79,7 +85,7 @@ def test_the_source_writes_every_weight_bit_for_bit() -> None:
 def test_buckets_take_the_weights_one_after_the_other() -> None:
     weights = {name: torch.full((4,), float(number)) for number, name in enumerate("abc")}
     made = outgoing(weights)
-    left, received = made.weights(), {}
+    left, received = made.weights(()), {}
     for bucket in plan_buckets(made.specs, bucket_bytes=16):
         received.update(unpack(bucket, packed(made, bucket, left, training_rank=0)))
     assert {name: tensor[0].item() for name, tensor in received.items()} == {"a": 0.0, "b": 1.0, "c": 2.0}
@@ -88,7 +94,7 @@ def test_buckets_take_the_weights_one_after_the_other() -> None:
 
 def test_a_rank_that_helps_the_source_takes_its_weights_but_leaves_the_buffer() -> None:
     made = outgoing(ones("a", "b"), source=1)
-    left = made.weights()
+    left = made.weights(())
     buffer = packed(made, only_bucket(made), left, training_rank=0)
     assert buffer.eq(MARK).all()
     assert next(left, None) is None
@@ -96,11 +102,11 @@ def test_a_rank_that_helps_the_source_takes_its_weights_but_leaves_the_buffer() 
 
 def test_a_rank_without_the_weights_of_a_bucket_makes_room_and_takes_none() -> None:
     made, theirs = outgoing(ones("a")), outgoing(ones("b", "c"), source=1)
-    left = made.weights()
+    left = made.weights(())
     buffer = packed(made, only_bucket(theirs), left, training_rank=0)
     assert (buffer.dtype, len(buffer)) == (torch.uint8, 32)
     assert buffer.eq(MARK).all()
-    assert next(left)[0] == "a"
+    assert next(left)[0] == ("a",)
 
 
 @pytest.mark.parametrize("training_rank", [0, 1], ids=["source", "helper"])
@@ -117,14 +123,14 @@ def test_a_rank_without_the_weights_of_a_bucket_makes_room_and_takes_none() -> N
 def test_a_weight_that_is_not_what_was_announced_is_refused(weights: Weights, message: str, training_rank: int) -> None:
     made = outgoing(ones("a"))
     with pytest.raises(WeightSyncError) as caught:
-        packed(made, only_bucket(made), iter(weights.items()), training_rank=training_rank)
+        packed(made, only_bucket(made), alone(weights), training_rank=training_rank)
     assert str(caught.value) == message
 
 
 def test_the_second_weight_may_be_the_one_that_is_missing() -> None:
     made = outgoing(ones("a", "b"))
     with pytest.raises(WeightSyncError, match="^weight nothing .* was announced as b "):
-        packed(made, only_bucket(made), iter(ones("a").items()), training_rank=0)
+        packed(made, only_bucket(made), alone(ones("a")), training_rank=0)
 
 
 def test_an_export_that_brings_all_to_all_is_sent_by_rank_0() -> None:
@@ -132,7 +138,7 @@ def test_an_export_that_brings_all_to_all_is_sent_by_rank_0() -> None:
     made = Outgoing.of_all(lambda: iter(weights.items()))
     assert made.specs == (spec("a", weights["a"]), spec("b", weights["b"]))
     assert made.mine == {"a", "b"}
-    assert [name for _ in range(2) for name, _ in made.weights()] == ["a", "b", "a", "b"]
+    assert [names for _ in range(2) for names, _ in made.weights(())] == [("a",), ("b",)] * 2
 
 
 @pytest.fixture
@@ -175,7 +181,7 @@ def test_a_rank_yields_its_own_in_the_order_in_which_they_are_sent(tell: Tell) -
     made = tell(0, weights)
     for _ in range(2):
         assert (
-            [name for name, _ in made.weights()]
+            [name for names, _ in made.weights(()) for name in names]
             == [spec.name for spec in made.specs]
             == ["a", "b.0", "b.1", "b.2", "c"]
         )
@@ -192,3 +198,51 @@ def test_two_sources_of_one_weight_are_refused(tell: Tell) -> None:
     tell(0, [own((0, 0, 0), ones("a", "b"))])
     with pytest.raises(WeightSyncError, match="^two training ranks would send the same weight$"):
         tell(1, [own((1, 0, 0), ones("b"))])
+
+
+@pytest.fixture
+def fused(tell: Tell) -> Outgoing:
+    """A rank that has a parameter with gate and up, and one that is a weight."""
+    both, down = torch.arange(16.0).view(4, 4), torch.arange(16.0, 24.0).view(4, 2)
+    weights = own((0, 0, 0), {"gate": both[:2], "up": both[2:]})
+    return tell(
+        0,
+        [
+            dataclasses.replace(weights, parameter=both),
+            dataclasses.replace(own((0, 0, 1), {"down": down}), parameter=down),
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "items"),
+    [(10**6, [("gate", "up"), ("down",)]), (32, [("gate",), ("up",), ("down",)])],
+    ids=["one bucket", "a cut between gate and up"],
+)
+def test_weights_of_a_parameter_are_taken_together_unless_a_bucket_ends_between_them(
+    fused: Outgoing, bucket_bytes: int, items: list[tuple[str, ...]]
+) -> None:
+    buckets = plan_buckets(fused.specs, bucket_bytes=bucket_bytes)
+    joined = joined_names(buckets)
+    assert [names for names, _ in fused.weights(joined)] == items
+    left = fused.weights(joined)
+    received: Weights = {}
+    for bucket in buckets:
+        received.update(unpack(bucket, packed(fused, bucket, left, training_rank=0)))
+    assert torch.equal(torch.cat([received[name].view(-1) for name in ("gate", "up", "down")]), torch.arange(24.0))
+
+
+def test_weights_with_padding_between_them_are_not_taken_together(tell: Tell) -> None:
+    both = torch.arange(6.0)
+    weights = own((0, 0, 0), {"a": both[:3], "b": both[3:]})
+    made = tell(0, [dataclasses.replace(weights, parameter=both)])
+    bucket = only_bucket(made)
+    left = made.weights(joined_names([bucket]))
+    received = dict(unpack(bucket, packed(made, bucket, left, training_rank=0)))
+    assert [received[name].tolist() for name in "ab"] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+
+
+def test_an_item_must_have_as_many_bytes_as_its_weights() -> None:
+    made = outgoing(ones("a", "b"))
+    with pytest.raises(WeightSyncError, match=r"^weight a, b float32 \(5,\) was announced as a float32 \(2,\)$"):
+        packed(made, only_bucket(made), iter([(("a", "b"), torch.ones(5))]), training_rank=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_safe_workers.rollout.packing import DTYPES, places, unpack
+from rl_safe_workers.rollout.packing import DTYPES, unpack
 from rl_safe_workers.rollout.protocol import ALIGNMENT_BYTES, ITEM_BYTES, Bucket, WeightSpec, plan_buckets
 
 MIXED = (
@@ -40,6 +40,10 @@ def weight(spec: WeightSpec) -> torch.Tensor:
     return random_bytes(spec.size_bytes).view(DTYPES[spec.dtype]).view(spec.shape)
 
 
+def places(bucket: Bucket, buffer: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor for _, tensor in unpack(bucket, buffer)]
+
+
 def test_every_dtype_of_a_spec_has_its_size() -> None:
     assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == ITEM_BYTES
 
@@ -71,24 +75,33 @@ def test_what_is_written_at_its_place_is_unpacked_bit_for_bit(bucket: Bucket) ->
 def test_to_write_a_weight_leaves_the_padding_and_the_other_weights_alone(bucket: Bucket) -> None:
     for written, spec in enumerate(MIXED):
         buffer, start = torch.zeros(bucket.size_bytes, dtype=torch.uint8), bucket.offsets[written]
-        list(places(bucket, buffer))[written].view(-1).view(torch.uint8).fill_(255)
+        places(bucket, buffer)[written].view(-1).view(torch.uint8).fill_(255)
         assert buffer[start : start + spec.size_bytes].eq(255).all()
         assert int(buffer.ne(0).sum()) == spec.size_bytes
 
 
-def test_places_and_unpacked_weights_alias_the_buffer(bucket: Bucket) -> None:
+def test_unpacked_weights_alias_the_buffer(bucket: Bucket) -> None:
     buffer = random_bytes(bucket.size_bytes)
     storage = buffer.untyped_storage().data_ptr()
-    for tensor in [*places(bucket, buffer), *(tensor for _, tensor in unpack(bucket, buffer))]:
+    for tensor in places(bucket, buffer):
         assert tensor.untyped_storage().data_ptr() == storage
     buffer.zero_()
-    assert all(not as_bytes(tensor).strip(b"\0") for _, tensor in unpack(bucket, buffer))
+    assert all(not as_bytes(tensor).strip(b"\0") for tensor in places(bucket, buffer))
+
+
+def test_equal_neighbours_with_padding_are_cut_at_their_offsets() -> None:
+    specs = [WeightSpec(name=name, dtype="float32", shape=(3,)) for name in "abc"]
+    (bucket,) = plan_buckets(specs, bucket_bytes=10**6)
+    buffer = random_bytes(bucket.size_bytes)
+    assert [as_bytes(place) for place in places(bucket, buffer)] == [
+        as_bytes(buffer[offset : offset + 12]) for offset in bucket.offsets
+    ]
 
 
 def test_a_buffer_of_another_size_is_refused(bucket: Bucket) -> None:
     for size in (bucket.size_bytes - ALIGNMENT_BYTES, bucket.size_bytes + ALIGNMENT_BYTES):
         with pytest.raises(RuntimeError, match="split_with_sizes"):
-            list(places(bucket, random_bytes(size)))
+            places(bucket, random_bytes(size))
 
 
 def test_a_bucket_of_nothing_but_empty_weights_needs_no_memory() -> None:
