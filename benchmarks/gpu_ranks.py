@@ -14,6 +14,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -50,6 +51,8 @@ BLOCKS, BLOCK_STEPS = 10, 10
 """Number of blocks of each way to take steps, and number of steps of a block."""
 STEP_ROUNDS = 9
 """Number of rounds of steps. The host's time to launch thousands of kernels varies by about 10 %."""
+TRACES = os.environ.get("RL_SAFE_BENCH_TRACES")
+"""Folder for a trace of one more sync by each rank, which shows where its time goes; None: no sync is traced."""
 ROWS, TOKENS = 8, 512
 """Rows and tokens of a training step, on each data-parallel rank."""
 PATIENCE = timedelta(minutes=5)
@@ -73,6 +76,15 @@ class Ranks:
         self.store.wait([key], PATIENCE)
 
 
+@contextmanager
+def _traced(name: str) -> Iterator[None]:
+    """Writes what torch's profiler sees in the body as a trace, which Perfetto shows."""
+    assert TRACES is not None, "the caller has asked"
+    with torch.profiler.profile() as profile:
+        yield
+    profile.export_chrome_trace(str(Path(TRACES) / f"{name}.json.gz"))
+
+
 class Rollout(Ranks):
     """A rollout rank, which receives weights."""
 
@@ -91,6 +103,9 @@ class Rollout(Ranks):
             self.meet()
             self.worker.receive_weights()
             self.meet()
+        if TRACES:
+            with _traced(f"rollout_{self.rank}"):
+                self.worker.receive_weights()
         self.store.set(f"bench/obstacle/{self.rank}", str(self.worker.loads_through()))
         self.meet()
         self.worker.teardown()
@@ -167,6 +182,9 @@ class Trainer(Ranks):
             self.seconds["sent"].append(time.perf_counter() - started_s)
             self.meet()
             self.seconds["sync"].append(time.perf_counter() - started_s)
+        if TRACES:
+            with _traced(f"trainer_{self.rank}"):
+                self.worker.sync()
         self.meet()
         self.values["obstacles"] = [self.store.get(f"bench/obstacle/{rank}").decode() for rank in range(self.rollouts)]
         own = self.worker.own_hf_weights()
