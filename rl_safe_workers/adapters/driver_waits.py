@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,6 +36,11 @@ _ANSWER_S = 3.0
 """Seconds within which a healthy process answers a question."""
 ANSWERING = frozenset({Role.ROLLOUT, Role.REWARD})
 """Roles that only serve calls in a rollout. An error that one of them raises is its own failure, not another rank's."""
+_SERVED = frozenset({Phase.JOINT, Phase.ROLLOUT, Phase.SYNC})
+"""Phases in which engines take part, so that a dead engine is to blame."""
+_LOOK_S = 2.0
+"""Seconds between two looks for dead engines. Ray fails the calls to a dead engine at once. But the driver may wait for
+trainers, and they for the engine."""
 HEARD = "rl_safe_heard"
 """Method of a helper, an actor that calls other ranks. It returns a list of `call_errors.CallError` from such calls."""
 _HEARD_S = 1.0
@@ -154,7 +159,7 @@ class DriverWaits:
         Raises:
             PhaseTimeoutError: If nothing changes for the timeout; names the processes that do not answer.
             RunError: If the work fails and a process does not answer. Also if an engine has raised and no training
-                rank took part.
+                rank took part, or if an engine has died and the phase needs engines.
         """
         if self.is_bounding:
             return work()  # the outermost bound counts
@@ -205,11 +210,16 @@ class DriverWaits:
         calls: Sequence[Any],
     ) -> T:
         standstill = Standstill()
+        next_look = Deadline.after(_LOOK_S)
 
         def check() -> None:
+            nonlocal next_look
             waited_s = standstill.seconds(progress())
             if waited_s >= limit_s:
                 raise self.late(phase, what, waited_s, calls=calls)
+            if phase in _SERVED and next_look.expired:
+                self.check_alive(phase, what, roles={Role.ROLLOUT})
+                next_look = Deadline.after(_LOOK_S)
 
         def run() -> T:
             self._bounding.here = True
@@ -261,17 +271,18 @@ class DriverWaits:
             detail="; ".join(filter(None, (detail, _told(silent) or "every process that was asked answers"))),
         )
 
-    def check_alive(self, phase: str, what: str) -> None:
+    def check_alive(self, phase: str, what: str, *, roles: Collection[Role] = frozenset(Role)) -> None:
         """Raises if Ray's table of actors shows a dead process of the job. Asks no process. Takes milliseconds.
 
         Args:
             phase: The phase that the driver waits in.
             what: The work that it waits for.
+            roles: Roles of the processes that count.
 
         Raises:
             RunError: If a process has died; names it.
         """
-        if not (parties := self._parties()):
+        if not (parties := [party for party in self._parties() if party.rank.role in roles]):
             return
         ended = {row["ActorID"] for row in actor_table() if row["State"] == DEAD}
         if dead := [Silent(party, is_dead=True) for party in parties if actor_id(party.actor) in ended]:

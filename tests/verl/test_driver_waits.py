@@ -166,6 +166,17 @@ def test_a_failed_sync_names_a_rollout_process_that_has_died() -> None:
 
 
 @pytest.mark.usefixtures("_cluster")
+def test_a_rollout_process_that_has_died_is_named_before_the_deadline_while_a_training_rank_waits_for_it() -> None:
+    server = _Server.remote()
+    os.kill(ray.get(server.pid.remote()), signal.SIGKILL)
+    trainer = _trainer(server, ranks=(_Rank.remote(None),))
+    with pytest.raises(RunError, match=r"rollout replica 0 has died$") as caught:
+        trainer.checkpoint_manager.update_weights()
+    assert caught.value.culprit == RankId(Role.ROLLOUT, 0)
+    assert not isinstance(caught.value, PhaseTimeoutError)
+
+
+@pytest.mark.usefixtures("_cluster")
 def test_a_timeout_that_a_rank_has_told_of_goes_on_as_it_is() -> None:
     told = PhaseTimeoutError(
         phase="sync",
