@@ -11,8 +11,8 @@ from pathlib import Path
 from rl_safe_workers.adapters.host_contract import HostName, HostText, lacking
 from rl_safe_workers.errors import ConfigError
 
-SINCE, UNTIL = "4.3.0", "4.6.0"
-"""The first supported version of ms-swift, and the newest version that we have read."""
+SINCE, UNTIL = "4.3.2", "4.6.0"
+"""The oldest and the newest version of ms-swift that we have read."""
 _UTILS = "swift/megatron/utils/megatron_lm_utils.py"
 _BASE = "swift/megatron/trainers/base.py"
 _SFT = "swift/megatron/pipelines/train/sft.py"
