@@ -22,6 +22,7 @@ from rl_safe_workers import errors
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.ranks import trainer_id, trainer_ids
 from rl_safe_workers.recipe import load_recipe
+from rl_safe_workers.topology.groups import OpClass
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "rl_safe_workers"
@@ -231,6 +232,11 @@ def _definitions(path: Path) -> set[str]:
 def test_the_architecture_page_names_every_room() -> None:
     rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert rooms == set(re.findall(r"^\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE))
+
+
+def test_the_glossary_names_every_op_class() -> None:
+    entry = next(line for line in ARCHITECTURE.splitlines() if line.startswith("| op class |"))
+    assert set(re.findall(r"`(\w+)`", entry)) == set(OpClass)
 
 
 def test_the_architecture_page_names_code_that_exists() -> None:
