@@ -83,7 +83,7 @@ def error_classes() -> list[type[errors.RlSafeError]]:
 
 
 def modules_below(name: str) -> list[str]:
-    """A module, or a room with every module in it."""
+    """A module, or a package with every module in it."""
     folder = ROOT / name.replace(".", "/")
     return [name, *(f"{name}.{path.stem}" for path in sorted(folder.glob("[!_]*.py")))]
 
@@ -209,7 +209,7 @@ def test_every_error_appears_in_the_drawing_of_the_hierarchy() -> None:
     assert [cls.__name__ for cls in error_classes() if cls.__name__ not in drawn] == []
 
 
-def test_the_init_file_of_each_room_says_what_the_room_is_for_and_no_more() -> None:
+def test_the_init_file_of_each_package_says_what_the_package_is_for_and_no_more() -> None:
     inits = [path for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE]
     assert len(inits) > 20
     assert [str(path) for path in inits if not ast.get_docstring(_tree(path)) or len(_tree(path).body) > 1] == []
@@ -229,9 +229,9 @@ def _definitions(path: Path) -> set[str]:
     return found
 
 
-def test_the_architecture_page_names_every_room() -> None:
-    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert rooms == set(re.findall(r"^\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE))
+def test_the_architecture_page_names_every_package() -> None:
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert packages == set(re.findall(r"^\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE))
 
 
 def test_the_glossary_names_every_op_class() -> None:
