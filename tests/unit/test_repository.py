@@ -42,7 +42,7 @@ EXAMPLES: dict[str, errors.RlSafeError] = {
         nodes=["10.0.0.4"], phase="train", ranks=trainer_ids([2, 3]), detail="it died"
     ),
     "JobError": errors.JobError(
-        verdict="trainer rank 1 died in phase train",
+        verdict="training rank 1 died in phase train",
         advice="look at its log",
         culprits=trainer_ids([1]),
         phase="train",
