@@ -25,7 +25,7 @@ HANDING_OUT_S = 60.0
 ALLOWED_S = 10.0
 CUT_STOCK_S, CUT_OURS_S = (45.0 if ON_CPU else 120.0), HANDING_OUT_S + 45
 """Seconds after the fault after which a job is ended."""
-NAMED = re.compile(r"^rl_safe: .*(trainer|rollout) rank \d on ")
+NAMED = re.compile(r"^rl_safe: .*(training|rollout) rank \d on ")
 """Pattern of our verdict's first line, if it names the rank to blame."""
 PHASE = re.compile(r"^rl_safe: .*phase \w+")
 _ERRORS = ("ActorDiedError", "EngineDeadError", "Connection closed", "Connection reset", "Error: ")

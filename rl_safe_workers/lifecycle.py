@@ -174,7 +174,7 @@ class Lifecycle:
     def check(self, phase: Phase) -> None:
         """Raises LifecycleError unless ``phase`` may be entered now."""
         table = REQUIRES[self.role]
-        who = f"{self.role} rank {self.rank}"
+        who = f"{self.role.noun} {self.rank}"
         if phase not in table:
             raise LifecycleError(f"{who} cannot enter phase {phase}: it is not a phase of a {self.role}")
         if self._current is not None:
@@ -222,8 +222,8 @@ class Lifecycle:
                 )
             )
             logger.info(
-                "%s rank %d: phase %s %s in %.2f s",
-                self.role,
+                "%s %d: phase %s %s in %.2f s",
+                self.role.noun,
                 self.rank,
                 phase,
                 "done" if ok else "failed",
@@ -246,7 +246,7 @@ class Lifecycle:
 
     def _warn_unobserved(self, which: str, phase: Phase) -> None:
         logger.warning(
-            "%s rank %d: the %s of phase %s could not be observed", self.role, self.rank, which, phase, exc_info=True
+            "%s %d: the %s of phase %s could not be observed", self.role.noun, self.rank, which, phase, exc_info=True
         )
 
     def invalidate(self, phase: Phase) -> None:

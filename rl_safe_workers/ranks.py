@@ -27,8 +27,10 @@ class Role(StrEnum):
         """The noun for such a process in a sentence, without its number.
 
         >>> Role.TRAINER.noun, Role.AGENT_LOOP.noun
-        ('trainer rank', 'agent loop worker')
+        ('training rank', 'agent loop worker')
         """
+        if self is Role.TRAINER:
+            return "training rank"
         return f"{self.replace('_', ' ')} worker" if self in HELPERS else f"{self} rank"
 
 
@@ -40,7 +42,7 @@ class RankId(NamedTuple):
     """One rank of a run. Trainers sort before all others, which sort by rank.
 
     >>> str(RankId(Role.TRAINER, 1))
-    'trainer rank 1'
+    'training rank 1'
     >>> min(RankId(Role.ROLLOUT, 0), RankId(Role.TRAINER, 3)).role.value
     'trainer'
     """
@@ -129,7 +131,7 @@ def name_ranks(ranks: Iterable[RankId]) -> str:
     """Returns the names of ranks as text, by role, trainers first.
 
     >>> name_ranks([RankId(Role.ROLLOUT, 1), RankId(Role.TRAINER, 3), RankId(Role.TRAINER, 2)])
-    'trainer rank 2-3, rollout rank 1'
+    'training rank 2-3, rollout rank 1'
     """
     ranks = list(ranks)
     by_role = [(role, [one.rank for one in ranks if one.role == role]) for role in Role]

@@ -91,7 +91,7 @@ class WeightUpdate:
         here = self._trainer.training_rank
         if isinstance(rollout, RankId):
             awaited = Awaited(_SYNC, frozenset({trainer_id(here), rollout}))
-            return None, self._late(awaited, f"trainer rank {here} waits in {place}", missing=(rollout,))
+            return None, self._late(awaited, f"training rank {here} waits in {place}", missing=(rollout,))
         return None, self._late(Awaited(f"{rollout}, awaited by training rank {here},"), f"the rank waits in {place}")
 
     def _late(self, awaited: Awaited, detail: str, missing: Sequence[RankId] = ()) -> PhaseTimeoutError:

@@ -52,7 +52,7 @@ _NAMED = 4
 class Diagnosis:
     """The rank to blame, and the place of each rank.
 
-    Example: ``Diagnosis(verdict="trainer rank 1 was killed by SIGKILL, ...", culprits={trainer_id(1)}, ...)``
+    Example: ``Diagnosis(verdict="training rank 1 was killed by SIGKILL, ...", culprits={trainer_id(1)}, ...)``
     """
 
     verdict: str
@@ -373,7 +373,7 @@ def _others(answers: Answers, culprits: Collection[RankId], known: Reports) -> l
         if isinstance(report, RankError) and isinstance(report.cause, Victim) and record.last is not None:
             works.setdefault(rank, record.last)
     others = sorted(rank for rank in works if trainer_id(rank) not in culprits)
-    return [f"trainer rank {others[0]} was in {works[others[0]]}"] if others else []
+    return [f"training rank {others[0]} was in {works[others[0]]}"] if others else []
 
 
 def _failures_of_processes(answers: Answers, phase: str | None) -> dict[RankId, RankError]:

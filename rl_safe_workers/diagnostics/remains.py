@@ -33,6 +33,7 @@ from rl_safe_workers.errors import RlSafeError, UsageError
 from rl_safe_workers.findings import counted
 from rl_safe_workers.foreign_files import SMALL_BYTES, entries_below, kind_of, open_foreign, printable, read_json
 from rl_safe_workers.frames import Frame, relative, telling_frame
+from rl_safe_workers.ranks import RankId, Role
 
 _MOST_FILES, _MOST_FLIGHTS = 20_000, 512
 _HEAD_BYTES, _TAIL_BYTES = 2**20, 8 * 2**20
@@ -484,7 +485,7 @@ def _row(event: Event, *, is_culprit: bool) -> Row:
 def _culprits_of(verdict: dict[str, Any]) -> list[str]:
     """Returns the missing ranks of a verdict of ours."""
     with suppress(KeyError, TypeError, ValueError):
-        return [f"{role} rank {int(rank)}" for role, rank in verdict["wait"]["missing"]]
+        return [str(RankId(Role(role), int(rank))) for role, rank in verdict["wait"]["missing"]]
     return []
 
 

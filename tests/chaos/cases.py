@@ -105,7 +105,7 @@ class Case:
         """Returns True if an error message names the rank of the fault, before any other, and the phase."""
         if f"phase {self.phase}" not in error:
             return False
-        who = rf"(trainer|training) rank {self.rank}\b" if self.role is Role.TRAINER else rf"rollout rank {self.rank}\b"
+        who = rf"{self.role.noun} {self.rank}\b"
         groups = f"the {self.role}s" + ("|(the )?training world|[A-Z_]+ \\[" if self.role is Role.TRAINER else "")
         missing = rf"\brank {self.rank} of ({groups})"
         named = re.search(f"{who}|{missing}", error)

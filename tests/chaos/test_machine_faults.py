@@ -140,7 +140,7 @@ def test_a_stopped_rank_is_said_to_be_stopped(
     outcome, ended_at = run_with([fault], overrides, undisturbed, tmp_path, monkeypatch, continue_after_verdict)
     assert outcome.code == 1, outcome.err
     (verdict,) = [line for line in outcome.err.splitlines() if line.startswith(f"hang: phase {missed_in}, ")]
-    assert re.search(f"; {role} rank {rank} is stopped( at [^;]+|, last seen at [^;]+)?; ", verdict), verdict
+    assert re.search(f"; {role.noun} {rank} is stopped( at [^;]+|, last seen at [^;]+)?; ", verdict), verdict
     assert f"phase {missed_in}: " in outcome.last_error
     seconds = seconds_from(fault, ended_at)
     assert seconds <= WAIT_S + SLACK_S + (NOTICED_S if fault.finds_it_idle else 0.0)

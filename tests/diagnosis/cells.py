@@ -162,7 +162,7 @@ def all_cells() -> list[Cell]:
 def expected(cell: Cell) -> list[str]:
     """Returns the patterns that the first line has to contain."""
     fault = cell.fault
-    who = [rf"\b{fault.role} rank {fault.rank}\b", rf"\bphase {fault.phase}\b"]
+    who = [rf"\b{fault.who}\b", rf"\bphase {fault.phase}\b"]
     # The engines of these hosts are tests' doubles or vLLM's own processes: where one stands still is not known.
     place = fault.role == "trainer"
     what = {
@@ -178,7 +178,7 @@ def expected(cell: Cell) -> list[str]:
 
 
 _BLAMED = re.compile(
-    r"(trainer|training|rollout) rank (\d+)(?: on \S+?)?:? "
+    r"((?:training|rollout) rank \d+)(?: on \S+?)?:? "
     r"(?:died|failed|is |was killed|was stopped|has |gives|hangs|did not)"
 )
 
@@ -189,10 +189,10 @@ _MISSED = re.compile(r"arrived, ([^;]+?) did not within")
 def score(cell: Cell, first_line: str) -> Score:
     """Judges the first line of a run."""
     fault = cell.fault
-    blamed = [(role.replace("training", "trainer"), int(rank)) for role, rank in _BLAMED.findall(first_line)]
-    if blamed and blamed[0] != (fault.role, fault.rank):
+    blamed = _BLAMED.search(first_line)
+    if blamed is not None and blamed[1] != fault.who:
         return Score.WRONG
     missed = _MISSED.search(first_line)
-    if missed is not None and missed[1] not in (str(fault.rank), f"{fault.role} rank {fault.rank}"):
+    if missed is not None and missed[1] not in (str(fault.rank), fault.who):
         return Score.WRONG
     return Score.RIGHT if all(re.search(pattern, first_line) for pattern in expected(cell)) else Score.INCOMPLETE

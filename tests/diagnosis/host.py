@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from rl_safe_workers.ranks import RankId, Role
 from tests.diagnosis.misdeeds import STORAGE
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +42,11 @@ class Fault(NamedTuple):
     """Which stay in the phase, counted from 1."""
     call: str = ""
     """The engine's call, where a phase has several."""
+
+    @property
+    def who(self) -> str:
+        """The rank, as messages name it."""
+        return str(RankId(Role(self.role), self.rank))
 
 
 class Seen(NamedTuple):

@@ -111,7 +111,7 @@ def _faults(faults: Mapping[Host, Fault]) -> str:
     by_fault: dict[str, list[str]] = {}
     for host, fault in faults.items():
         detail = f" ({fault.detail})" if fault.detail else ""
-        text = f"{fault.role} rank {fault.rank} {ACTS[fault.act]}{detail} in phase {fault.phase}"
+        text = f"{fault.who} {ACTS[fault.act]}{detail} in phase {fault.phase}"
         by_fault.setdefault(text, []).append(NAMES[host])
     if len(by_fault) == 1:
         return f"{next(iter(by_fault))}."

@@ -15,20 +15,20 @@ AT = "tests/diagnosis/misdeeds.py:52 (hang)"
 @pytest.mark.parametrize(
     ("cell", "line", "wanted"),
     [
-        (HANG, f"hang: phase train, training world: 0 arrived, 1 did not; trainer rank 1 is at {AT}", Score.RIGHT),
+        (HANG, f"hang: phase train, training world: 0 arrived, 1 did not; training rank 1 is at {AT}", Score.RIGHT),
         (
             HANG,
-            "hang: phase train, training world: 0 arrived, 1 did not; trainer rank 1 is at x.py:1 (f)",
+            "hang: phase train, training world: 0 arrived, 1 did not; training rank 1 is at x.py:1 (f)",
             Score.INCOMPLETE,
         ),
-        (HANG, f"hang: phase save, training world: 0 arrived, 1 did not; trainer rank 1 is at {AT}", Score.INCOMPLETE),
-        (HANG, f"hang: phase train, training world: 1 arrived, 0 did not; trainer rank 0 is at {AT}", Score.WRONG),
+        (HANG, f"hang: phase save, training world: 0 arrived, 1 did not; training rank 1 is at {AT}", Score.INCOMPLETE),
+        (HANG, f"hang: phase train, training world: 1 arrived, 0 did not; training rank 0 is at {AT}", Score.WRONG),
         (HANG, "", Score.INCOMPLETE),
-        (HANG, f"hang: phase train, w: 2 arrived, 0-1 did not within 9 s; trainer rank 1 is at {AT}", Score.WRONG),
-        (KILL, "trainer rank 1 died in phase save; trainer rank 0 was in all_gather of X", Score.WRONG),
-        (KILL, "trainer rank 0 on 10.0.0.4 died in phase save, last seen at x.py:1 (f)", Score.RIGHT),
-        (KILL, "trainer rank 1 failed in phase save at x.py:1 (f): ConnectionError: reset by peer", Score.WRONG),
-        (KILL, "trainer rank 0 failed in phase save at x.py:1 (f): ConnectionError: reset by peer", Score.INCOMPLETE),
+        (HANG, f"hang: phase train, w: 2 arrived, 0-1 did not within 9 s; training rank 1 is at {AT}", Score.WRONG),
+        (KILL, "training rank 1 died in phase save; training rank 0 was in all_gather of X", Score.WRONG),
+        (KILL, "training rank 0 on 10.0.0.4 died in phase save, last seen at x.py:1 (f)", Score.RIGHT),
+        (KILL, "training rank 1 failed in phase save at x.py:1 (f): ConnectionError: reset by peer", Score.WRONG),
+        (KILL, "training rank 0 failed in phase save at x.py:1 (f): ConnectionError: reset by peer", Score.INCOMPLETE),
     ],
 )
 def test_a_line_is_worth_what_it_says(cell: Cell, line: str, wanted: Score) -> None:

@@ -126,10 +126,10 @@ def test_the_silent_rank_is_named_with_its_place_by_one_of_the_others(
     assert all("the job has failed on training rank 1: " in line for line in lines)
     told = lines[0]
     assert len({line.partition(": ")[2] for line in lines}) == 1, "all say what one has found"
-    assert f"trainer rank {CULPRIT} " in told
+    assert f"training rank {CULPRIT} " in told
     assert re.search(doing, told), told
-    assert "trainer rank 0 is" not in told
-    assert "trainer rank 2 is" not in told
+    assert "training rank 0 is" not in told
+    assert "training rank 2 is" not in told
     (folder,) = temporary.glob("rl_safe_ranks_*")
     assert json.loads((folder / "verdict" / "verdict.json").read_text())["verdict"] in told
     assert (folder / "verdict" / "stack_trainer_1.txt").stat().st_size > 0
@@ -159,13 +159,13 @@ def test_a_rank_with_another_shape_is_named_whoever_gloo_ends(
     lines = [line for outcome in outcomes if outcome.error is None for line in outcome.value]
     assert len(lines) == SIZE - 1
     shapes = (
-        "trainer rank 0, 2 with 4000 Float, and trainer rank 1 with less"
+        "training rank 0, 2 with 4000 Float, and training rank 1 with less"
         if of_culprit < 4000
-        else r"trainer rank \d with \d000 Float; trainer rank \d with \d000 Float"
+        else r"training rank \d with \d000 Float; training rank \d with \d000 Float"
     )
     told = (
         rf"training rank \d: the job has failed on training rank 1: different shapes in all_gather of \S+: {shapes}; "
-        rf"gloo has ended trainer rank {ended}, which got more than it expected; trainer rank 1 was at "
+        rf"gloo has ended training rank {ended}, which got more than it expected; training rank 1 was at "
         r"\S+:\d+ \(_gather\)\n"
     )
     assert [line for line in lines if re.match(told, line)] == lines, lines
@@ -222,8 +222,8 @@ def test_a_rank_that_waits_with_a_lock_in_its_hand_is_blamed_by_those_that_its_e
     assert told is not None
     assert set(told[0]) == {trainer_id(0)}
     assert told[1].partition("\n")[0] == (
-        "trainer rank 1 was at a.py:16 (load), and waited for a file lock of trainer rank 0, until trainer rank 0 gave "
-        "up; trainer rank 0 waited in vain in phase train in barrier at a.py:18 (load)"
+        "training rank 1 was at a.py:16 (load), and waited for a file lock of training rank 0, until training rank 0 "
+        "gave up; training rank 0 waited in vain in phase train in barrier at a.py:18 (load)"
     )
     assert neighbours.came_late({one: report(one.rank, now_s + 60) for one in reports}) is None
 
@@ -237,7 +237,7 @@ def test_a_script_may_begin_anew_and_is_judged_then(temporary: Path) -> None:
     with served_store() as first, served_store() as second:
         outcomes = run_ranks(_train_twice, SIZE, [first, second], temporary)
     lines = [line for outcome in outcomes if outcome.error is None for line in outcome.value[1][1]]
-    assert any("trainer rank 1 is at " in line for line in lines), lines
+    assert any("training rank 1 is at " in line for line in lines), lines
 
 
 def test_another_users_folder_or_one_that_others_may_read_is_refused(temporary: Path) -> None:
@@ -321,7 +321,7 @@ def test_a_launcher_that_ends_all_has_one_of_them_name_the_rank_that_was_killed(
     ends = _ended(temporary, by=by)
     assert [code for code, _ in ends] == [-signal.SIGTERM, -by, -signal.SIGTERM]
     (told,) = [lines for _, lines in ends if lines]
-    named = rf"training rank [02]: the job has failed on training rank 1: trainer rank 1 {said}, last seen at "
+    named = rf"training rank [02]: the job has failed on training rank 1: training rank 1 {said}, last seen at "
     assert re.match(named, told[0]), told
     assert why in f"{told[0]}\n{told[1]}"
     assert told[2].startswith("evidence in ")
@@ -391,10 +391,10 @@ def test_ranks_that_all_wait_in_vain_are_told_by_the_lines_that_they_wait_at(
     (told,) = {line.partition(": ")[2] for lines in found for line in lines if "the job has failed" in line}
     first, advice = told.splitlines()
     assert re.fullmatch(
-        r"the job has failed on training rank 1: no rank is missing, and trainer rank 1 is the odd one: "
-        r"trainer rank 1 waited in vain between phases in all_reduce at "
+        r"the job has failed on training rank 1: no rank is missing, and training rank 1 is the odd one: "
+        r"training rank 1 waited in vain between phases in all_reduce at "
         r"tests/distributed/test_neighbours.py:\d+ \(_reduce_or_meet\); "
-        r"trainer rank 0, 2 waited in vain between phases in all_reduce at "
+        r"training rank 0, 2 waited in vain between phases in all_reduce at "
         r"tests/distributed/test_neighbours.py:\d+ \(_reduce_or_meet\)",
         first,
     ), told
@@ -423,8 +423,8 @@ def test_ranks_that_still_wait_elsewhere_are_told_with_their_places_and_not_blam
     first, advice = told.splitlines()
     where = r"tests/distributed/test_neighbours\.py:\d+ \(_reduce_or_meet_for_long\)"
     assert re.fullmatch(
-        rf"the job has failed: no rank is missing: trainer rank 0, 2 wait between phases in all_reduce at {where}; "
-        rf"trainer rank 1 waited in vain between phases in all_reduce at {where}",
+        rf"the job has failed: no rank is missing: training rank 0, 2 wait between phases in all_reduce at {where}; "
+        rf"training rank 1 waited in vain between phases in all_reduce at {where}",
         first,
     ), told
     assert advice.startswith("compare these lines")

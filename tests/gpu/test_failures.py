@@ -106,7 +106,7 @@ def test_a_rank_that_never_comes_is_found_in_nccls_flight_recorder(
     hang = found.outcome.run_dir / "hang"
     assert {"flight_nccl_0", "flight_nccl_1"} <= {file.name for file in hang.iterdir()}, found.outcome.err
     verdict = json.loads((hang / "verdict.json").read_text())["verdict"]
-    assert "trainer rank 1 is at tests/chaos/striker.py" in verdict
+    assert "training rank 1 is at tests/chaos/striker.py" in verdict
     assert "GROUP: 0 arrived, 1 did not" in verdict
 
 

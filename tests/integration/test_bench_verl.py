@@ -35,7 +35,7 @@ with open(os.environ["RL_SAFE_METER"] + "/1.jsonl", "w") as records:
         record = dict(name=name, call=records.tell(), rank=1, pid=1, started_s=time.time(), seconds=0.1)
         records.write(json.dumps(dict(record, outside_torch=None, torch_reserved=0)) + "\\n")
 time.sleep(float(sys.argv[1]))
-print("rl_safe: trainer rank 1 on 10.0.0.4 died in phase train, last seen at loss.py:3 (loss)", flush=True)
+print("rl_safe: training rank 1 on 10.0.0.4 died in phase train, last seen at loss.py:3 (loss)", flush=True)
 sys.exit(int(sys.argv[2]))
 """
 """Writes the records of three updates and of a fault, sleeps and fails; its arguments are seconds and exit status."""
@@ -74,7 +74,7 @@ def test_figures_that_tell_nothing_are_not_equal() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "rl_safe: trainer rank 1 on 10.0.0.4 died in phase train, last seen at my_loss.py:40 (loss)",
+        "rl_safe: training rank 1 on 10.0.0.4 died in phase train, last seen at my_loss.py:40 (loss)",
         "rl_safe: hang: phase rollout, generation: rollout rank 0 arrived, rollout rank 1 did not within 60.4 s; "
         "rollout rank 1 on 10.0.0.4 is in no call",
     ],
@@ -83,7 +83,7 @@ def test_a_line_that_names_who_is_missing_is_found(line: str) -> None:
     assert verl_faults.NAMED.search(line)
     assert verl_faults.PHASE.search(line)
     assert not verl_faults.NAMED.search("ActorDiedError: The actor died unexpectedly before finishing this task.")
-    assert not verl_faults.PHASE.search("trainer rank 0 cannot enter phase teardown while phase sync is running")
+    assert not verl_faults.PHASE.search("training rank 0 cannot enter phase teardown while phase sync is running")
 
 
 def test_steps_that_both_have_are_paired() -> None:

@@ -45,7 +45,7 @@ def test_the_rank_that_the_others_wait_for_is_named_with_its_line(rank: int, fat
     fates[rank] = fate
     found = diagnosed(fates, tmp_path)
     assert found["culprits"] == [rank]
-    assert f"trainer rank {rank} {SAYS[fate]}" in found["verdict"]
+    assert f"training rank {rank} {SAYS[fate]}" in found["verdict"]
     for other in set(range(4)) - {rank}:
         assert re.fullmatch(rf"waits for other ranks at {RANK}:\d+ \(main\)", found["ranks"][other]), found["ranks"][
             other
@@ -58,7 +58,7 @@ def test_the_rank_that_the_others_wait_for_is_named_with_its_line(rank: int, fat
 def test_the_owner_of_the_store_is_named_too(fate: str, tmp_path: Path) -> None:
     found = diagnosed([fate, "waits", "waits", "waits"], tmp_path, "serves")
     assert found["culprits"] == [0]
-    assert f"trainer rank 0 {SAYS[fate]}" in found["verdict"]
+    assert f"training rank 0 {SAYS[fate]}" in found["verdict"]
 
 
 def test_four_ranks_that_each_fail_in_their_own_way_are_all_named(tmp_path: Path) -> None:
@@ -72,4 +72,4 @@ def test_ranks_that_have_given_up_and_ended_are_not_blamed(tmp_path: Path) -> No
     found = diagnosed(["waits", "waits", "sleeps", "waits"], tmp_path, patience_s=3.0)
     assert found["culprits"] == [2]
     assert found["verdict"].startswith("hang: phase train, training world: 0-1, 3 arrived, 2 did not within 3.")
-    assert f"trainer rank 2 is at {SLEEPS_AT}" in found["verdict"]
+    assert f"training rank 2 is at {SLEEPS_AT}" in found["verdict"]

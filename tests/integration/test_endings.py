@@ -20,13 +20,13 @@ from tests.integration.ended_actors import GREED_BYTES
 from tests.integration.runs import REPOSITORY
 
 JOB = Path(__file__).with_name("ended_actors.py")
-HEAD = r"trainer rank 1 on \S+ died in phase train(, last seen at \S+:\d+ \(\w+\))?"
+HEAD = r"training rank 1 on \S+ died in phase train(, last seen at \S+:\d+ \(\w+\))?"
 WAYS = {
     "exit": (Fault.EXIT, rf"{HEAD}: exit code 3: Ray says: .*exit code 3\."),
     "asked": (Fault.ASKED, rf"{HEAD}: asked to end SIGTERM: Ray says: .*"),
     "crash": (Fault.SIGNAL, rf"{HEAD}: signal SIGSEGV: \*\*\* SIGSEGV received at .*"),
     "abort": (Fault.ABORTED, rf"{HEAD}: abort SIGABRT: \*\*\* SIGABRT received at .*"),
-    "import": (Fault.IMPORT, r"trainer rank 1 on \S+ failed in phase train at .*: ModuleNotFoundError: .*no_such_.*"),
+    "import": (Fault.IMPORT, r"training rank 1 on \S+ failed in phase train at .*: ModuleNotFoundError: .*no_such_.*"),
     "killed": (None, HEAD),
 }
 

@@ -35,7 +35,7 @@ def test_a_trainer_that_sleeps_for_ever_is_found_where_it_sleeps(
     assert outcome.left == []
     (line,) = [line for line in outcome.err.splitlines() if line.startswith("hang: ")]
     assert re.fullmatch(
-        r"hang: phase train, the trainers, \w+ of \w+: 0 arrived, 1 did not within [\d.]+ s; trainer rank 1 is at "
+        r"hang: phase train, the trainers, \w+ of \w+: 0 arrived, 1 did not within [\d.]+ s; training rank 1 is at "
         rf"tests/chaos/striker\.py:\d+ \(_strike\); evidence in outputs/{outcome.run_dir.name}/hang",
         line,
     ), outcome.err
@@ -64,10 +64,10 @@ def test_a_trainer_that_is_stopped_between_two_phases_is_named_and_the_run_ends_
     ended_s = time.time()
     assert outcome.code == 1, outcome.err
     assert outcome.left == []
-    assert re.search(r"trainer rank 1 \(process \d+\) is stopped \(SIGSTOP\)", outcome.err), outcome.err
+    assert re.search(r"training rank 1 \(process \d+\) is stopped \(SIGSTOP\)", outcome.err), outcome.err
     assert re.search(
-        r"trainer rank 1 failed in phase \w+( at \S+:\d+ \(\S+\))?: "
-        r"trainer rank 1 \(process \d+\) is stopped \(SIGSTOP\): it was ended after rl_safe\.timeouts\.stopped",
+        r"training rank 1 failed in phase \w+( at \S+:\d+ \(\S+\))?: "
+        r"training rank 1 \(process \d+\) is stopped \(SIGSTOP\): it was ended after rl_safe\.timeouts\.stopped",
         outcome.last_error,
     ), outcome.err
     assert "why is not known" not in outcome.err
@@ -86,6 +86,6 @@ def test_a_trainer_that_is_killed_is_told_with_what_is_known(
     outcome = finish(command, tmp_path / "run")
     assert outcome.code == 1, outcome.err
     assert outcome.left == []
-    (line,) = [line for line in outcome.err.splitlines() if line.startswith("trainer rank 1: why ")]
+    (line,) = [line for line in outcome.err.splitlines() if line.startswith("training rank 1: why ")]
     assert "its log ends without a word" in line
     assert line.endswith(f": {ADVICE[Ended.SILENT_END]}")

@@ -54,7 +54,7 @@ def test_a_rank_that_fails_is_named_by_the_others_and_keeps_its_own_error(tmp_pa
     done = _run(tmp_path, _script().replace("    for step in range(3):", failing), ranks=4)
     assert done.returncode != 0
     assert "AssertionError: no more disk" in done.stderr
-    told = r"rank \d: the job has failed on training rank 1: trainer rank 1 failed between phases at script\.py:\d+ "
+    told = r"rank \d: the job has failed on training rank 1: training rank 1 failed between phases at script\.py:\d+ "
     lines = [line for line in done.stderr.splitlines() if line.startswith(("training rank", "teardown", "phase"))]
     assert lines, done.stderr
     assert [line for line in lines if re.search(rf"{told}\(<module>\): AssertionError: no more disk$", line)] == lines
@@ -123,7 +123,7 @@ def test_a_rank_that_does_not_come_to_the_bootstrap_is_named_with_its_line_of_co
     assert done.returncode != 0
     told = re.findall(
         r"rank (\d): the job has failed on training rank 2: hang: phase bootstrap, training world: 0-1, 3 arrived, "
-        rf"2 did not within [\d.]+ s; trainer rank 2 is at script\.py:{line} \(<module>\)\n"
+        rf"2 did not within [\d.]+ s; training rank 2 is at script\.py:{line} \(<module>\)\n"
         r"if the phase only takes longer, raise bootstrap\(timeout=\.\.\.\); .*(?:\nevidence in (\S+))?$",
         done.stderr,
         re.MULTILINE,
@@ -156,12 +156,12 @@ def test_a_rank_that_is_stopped_is_named_and_the_job_ends_in_seconds(tmp_path: P
     assert len(marks) == 1, done.stderr[-3000:]
     (mark,) = marks
     assert ended_s - float(mark.name.removeprefix("stopped_")) < 3 + SLACK_S
-    told = re.findall(r"trainer rank 1 \(process (\d+)\) is stopped \(SIGSTOP\)", done.stderr)
+    told = re.findall(r"training rank 1 \(process (\d+)\) is stopped \(SIGSTOP\)", done.stderr)
     assert len(told) == 1, done.stderr
     line = script.splitlines().index(next(line for line in script.splitlines() if "SIGSTOP" in line)) + 1
     assert "goes on after" not in done.stderr
     verdict = (
-        rf"rank 0: the job has failed on training rank 1: trainer rank 1 is stopped, last seen at script\.py:{line} "
-        r"\(<module>\); trainer rank 0 was in all_reduce"
+        rf"rank 0: the job has failed on training rank 1: training rank 1 is stopped, last seen at script\.py:{line} "
+        r"\(<module>\); training rank 0 was in all_reduce"
     )
     assert len(re.findall(verdict, done.stderr)) == 1, done.stderr

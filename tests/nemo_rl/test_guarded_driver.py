@@ -340,7 +340,7 @@ def test_a_failure_that_names_nobody_is_told_with_who_has_died(ends, caplog) -> 
         ray.get(driver.policy.worker_group.ask("train"))
     except ray.exceptions.RayActorError:
         driver.end()
-    assert re.search(r"the job has failed: trainer rank 1 on \S+ died\n", caplog.text)
+    assert re.search(r"the job has failed: training rank 1 on \S+ died\n", caplog.text)
 
 
 def test_a_worker_that_is_lost_in_setup_is_named(ends) -> None:
@@ -353,7 +353,7 @@ def test_a_worker_that_is_lost_in_setup_is_named(ends) -> None:
         os.kill(pid, signal.SIGKILL)
         ray.get(policy.worker_group.ask("import"))
 
-    with pytest.raises(JobError, match=r"^trainer rank 1 on \S+ died"), driver.judging():
+    with pytest.raises(JobError, match=r"^training rank 1 on \S+ died"), driver.judging():
         set_up()
     assert driver.policy.worker_group.workers == []
 

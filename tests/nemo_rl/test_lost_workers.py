@@ -171,42 +171,42 @@ ENGINE_0 = RankId(Role.ROLLOUT, 0)
 CASES = {
     "trainer_killed_in_a_step": Case(
         *("train", {"in_train": {1: "dies"}}, trainer_id(1), Phase.TRAIN, Died),
-        r"trainer rank 1 on [0-9.]+ died in phase train",
+        r"training rank 1 on [0-9.]+ died in phase train",
     ),
     "trainer_stopped_in_a_step": Case(
         *("train", {"in_train": {1: "stops"}}, trainer_id(1), Phase.TRAIN, Stopped),
-        r"trainer rank 1 on [0-9.]+ is stopped in phase train at \S+/sending.py:\d+ \(misbehave\); "
-        r"trainer rank 0 was in \w+ of \w+$",
+        r"training rank 1 on [0-9.]+ is stopped in phase train at \S+/sending.py:\d+ \(misbehave\); "
+        r"training rank 0 was in \w+ of \w+$",
     ),
     "trainer_that_raises_in_a_step": Case(
         *("train", {"in_train": {1: "raises"}}, trainer_id(1), Phase.TRAIN, Raised),
-        r"trainer rank 1 on [0-9.]+ failed in phase train at \S+/sending.py:\d+ \(misbehave\): ValueError: no such",
+        r"training rank 1 on [0-9.]+ failed in phase train at \S+/sending.py:\d+ \(misbehave\): ValueError: no such",
     ),
     "trainer_asleep_in_a_step": Case(
         *("train", {"in_train": {1: "silent"}}, trainer_id(1), Phase.TRAIN, Victim),
-        r"hang: phase train, the trainers, \w+ of \w+: trainer rank 0 waited in vain; "
-        r"trainer rank 1 on [0-9.]+ is at \S+/sending.py:\d+ \(misbehave\)",
+        r"hang: phase train, the trainers, \w+ of \w+: training rank 0 waited in vain; "
+        r"training rank 1 on [0-9.]+ is at \S+/sending.py:\d+ \(misbehave\)",
     ),
     "trainer_in_another_phase": Case(
         *("train", {"in_other_phase": 1}, trainer_id(1), Phase.TRAIN, None),
-        r"hang: phase train, training world: 0 arrived, 1 did not within \S+ s; trainer rank 1 on [0-9.]+ .*"
-        r"; trainer rank 1 waited in phase logprob$",
+        r"hang: phase train, training world: 0 arrived, 1 did not within \S+ s; training rank 1 on [0-9.]+ .*"
+        r"; training rank 1 waited in phase logprob$",
     ),
     "trainer_killed_in_a_save": Case(
         *("save", {"in_save": {1: "dies"}}, trainer_id(1), Phase.SAVE, Died),
-        r"trainer rank 1 on [0-9.]+ died in phase save",
+        r"training rank 1 on [0-9.]+ died in phase save",
     ),
     "trainer_stopped_in_a_save": Case(
         *("save", {"in_save": {1: "stops"}}, trainer_id(1), Phase.SAVE, Stopped),
-        r"trainer rank 1 on [0-9.]+ is stopped in phase save at ",
+        r"training rank 1 on [0-9.]+ is stopped in phase save at ",
     ),
     "trainer_killed_in_a_refit": Case(
         *("refit", {"refit": {1: "dies"}}, trainer_id(1), Phase.SYNC, Died),
-        r"trainer rank 1 on [0-9.]+ died in phase sync",
+        r"training rank 1 on [0-9.]+ died in phase sync",
     ),
     "trainer_stopped_in_a_refit": Case(
         *("refit", {"refit": {1: "stops"}}, trainer_id(1), Phase.SYNC, Stopped),
-        r"trainer rank 1 on [0-9.]+ is stopped in phase sync",
+        r"training rank 1 on [0-9.]+ is stopped in phase sync",
     ),
     "engine_killed_in_a_refit": Case(
         *("refit", {"engine": {"refit": "dies"}}, ENGINE_0, Phase.SYNC, Died),

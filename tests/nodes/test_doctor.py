@@ -60,7 +60,7 @@ def test_a_rank_that_does_not_answer_is_named_and_nothing_is_left(tmp_path: Path
     assert (outcome.code, outcome.left) == (1, []), outcome.err
     (finding,) = [item for item in json.loads(outcome.out)["findings"] if item["severity"] == "stops"]
     assert (finding["code"], finding["groups"], finding["ranks"]) == ("live-bootstrap-failed", ["the trainers"], "2")
-    assert "trainer rank 2 failed in phase start: the process died" in finding["text"]
+    assert "training rank 2 failed in phase start: the process died" in finding["text"]
 
 
 def test_a_recipe_for_gpus_is_stopped_where_there_are_none(tmp_path: Path) -> None:

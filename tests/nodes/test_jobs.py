@@ -166,7 +166,7 @@ def test_a_rank_that_hangs_is_found_where_it_is_on_whichever_node(
     address = re.escape(three_nodes.address(OTHER))
     assert re.match(
         r"hang: phase train, the trainers, \w+ of \w+: 0-2 arrived, 3 did not within [\d.]+ s; "
-        rf"trainer rank 3 on {address} is at \S*tests/chaos/striker\.py:\d+ \(_strike\); evidence in \S+/hang",
+        rf"training rank 3 on {address} is at \S*tests/chaos/striker\.py:\d+ \(_strike\); evidence in \S+/hang",
         line,
     ), line
     (evidence,) = tmp_path.glob("base/outputs/*/hang")
@@ -243,7 +243,7 @@ def test_a_node_that_is_lost_is_named_and_the_run_ends(
     assert job.finish() == 1, job.out[-3000:]
     seconds = time.monotonic() - lost_at
     assert job.status == "FAILED"
-    named = f": node {three_nodes.address(OTHER)} is lost, and with it trainer rank 2-3 ("
+    named = f": node {three_nodes.address(OTHER)} is lost, and with it training rank 2-3 ("
     expected = tuple(f"phase {noticed}{named}" for noticed in (phase, NOTICED_LATER.get(phase, phase)))
     assert error_of(job).startswith(expected), error_of(job)
     logger.info("lost in %s: ended after %.1f s", phase, seconds)

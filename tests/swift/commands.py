@@ -54,7 +54,7 @@ class End:
     @property
     def named_by_us(self) -> bool:
         """True if our first verdict names training rank 1."""
-        told = re.search(r"the job has failed(?: on training rank 1: |: .*\btrainer rank 1\b)", self.output)
+        told = re.search(r"the job has failed(?: on training rank 1: |: .*\btraining rank 1\b)", self.output)
         return told is not None
 
     @property

@@ -19,6 +19,7 @@ from rl_safe_workers.adapters.swift.swift_contract import (
     PROOF_TEXTS,
     RAY_NAMES,
     RAY_TEXTS,
+    SINCE,
     TEXTS,
     check_grpo,
     check_proved,
@@ -29,7 +30,7 @@ from rl_safe_workers.errors import ConfigError
 
 HOSTS = Path(sys.prefix) / "hosts"
 """A folder with the source of each other version, which scripts/setup makes."""
-SUPPORTED = ("4.3.2", "4.4.2", "4.5.2")
+SUPPORTED = (SINCE, "4.4.2", "4.5.2")
 """Besides the one that is installed."""
 EVERY_NAME, EVERY_TEXT = (
     (*NAMES, *GRPO_NAMES, *PROOF_NAMES, *RAY_NAMES),
@@ -62,8 +63,14 @@ def test_the_installed_hosts_are_taken() -> None:
 
 @pytest.mark.parametrize("version", TOO_OLD)
 def test_an_older_version_is_refused_by_the_name_that_it_lacks(version: str) -> None:
-    with pytest.raises(ConfigError, match=r"lacks MegatronArguments\._init_distributed \(.*use ms-swift 4\.3\.0 to"):
+    with pytest.raises(ConfigError, match=rf"lacks MegatronArguments\._init_distributed \(.*use ms-swift {SINCE} to"):
         check_swift(HOSTS / version, package_root("mcore_bridge"))
+
+
+def test_the_pages_say_the_oldest_version_that_is_read() -> None:
+    root = Path(__file__).parents[2]
+    assert f"**ms-swift** {SINCE} or newer" in (root / "README.md").read_text()
+    assert f"[{SINCE} and newer](#versions)" in (root / "docs" / "swift.md").read_text()
 
 
 def test_a_bridge_that_makes_its_groups_otherwise_is_refused(tmp_path: Path) -> None:

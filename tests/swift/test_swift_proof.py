@@ -83,4 +83,8 @@ def test_a_driver_of_ray_mode_names_wrong_weights_and_ends_the_job(inputs: Path,
     for number, names in {2: OUT, 3: EXPERTS, 4: GATE}.items():
         assert re.search(f"weight sync {number} is redone: {told(names, rank=0)}\n", end.output), number
     assert "weight sync 1 is redone" not in end.output
+    proofs = Job(folder=tmp_path / "job", statuses=[], ended=[]).proofs
+    weights = proofs[0][0]
+    assert weights > 0
+    assert proofs == [(weights, 0, 0), (weights, 0, 1), (weights, 0, 1)]
     assert re.search(f"weight sync 4 has put wrong weights into an engine, twice: {told(OUT, rank=0)}", end.verdict[0])

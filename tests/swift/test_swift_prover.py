@@ -19,7 +19,7 @@ from rl_safe_workers.adapters import sync_prover
 from rl_safe_workers.adapters.hosting import HostedTrainer
 from rl_safe_workers.adapters.job_verdict import JobVerdict
 from rl_safe_workers.adapters.swift.proved_syncs import ColocatedSyncs, EngineReader, check_proof
-from rl_safe_workers.adapters.swift.ray_proofs import prove_transfers
+from rl_safe_workers.adapters.swift.ray_proofs import log_proofs, prove_transfers
 from rl_safe_workers.adapters.swift.ray_waits import RayWaits
 from rl_safe_workers.adapters.swift.swift_settings import VARIABLE, SwiftTimeouts, job_settings
 from rl_safe_workers.control.deadline import Deadline
@@ -242,6 +242,28 @@ def test_the_driver_proves_both_ways_to_send_weights() -> None:
     manager._sync_weights_nccl(False)
     assert manager.calls == ["prove", "naive True", "naive True", "prove", "nccl False"]
     assert waits.failure is None
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_the_driver_logs_a_proved_sync_once_with_its_own_metrics() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.ckpt_manager, _ = manager_of(Engine(), Engine(8))
+
+        def _build_grpo_log_metrics(self, reward: float) -> dict[str, float]:
+            return {"reward": reward}
+
+    log_proofs(Trainer)
+    trainer = Trainer()
+    trainer.ckpt_manager._sync_weights_naive(True)
+    assert trainer._build_grpo_log_metrics(0.5) == {
+        "reward": 0.5,
+        "rl_safe/sync_proved": 2.0,
+        "rl_safe/sync_not_proved": 0.0,
+        "rl_safe/sync_redone": 1.0,
+        "timing_s/rl_safe_sync_proof": 0.0,
+    }
+    assert trainer._build_grpo_log_metrics(0.5) == {"reward": 0.5}, "the next step has no proved sync"
 
 
 @pytest.mark.usefixtures("without_ray")

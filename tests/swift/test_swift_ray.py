@@ -28,11 +28,11 @@ PLACES, WAYS = {"setup": "convert", "step": "train", "save": "save"}, ("kill", "
 """The phase of each place."""
 RAISED = r"(CheckpointError: )?RuntimeError: broken on purpose"
 BROKEN = r"\S*break_plugin\.py:\d+ \(strike\)"
-OTHER = r"(; trainer rank 0 was in \w+ of \w+)?$"
+OTHER = r"(; training rank 0 was in \w+ of \w+)?$"
 TOLD = {
-    "kill": rf"trainer rank 1 on [\d.]+ died in phase {{phase}}, last seen at \S+:\d+ \(\w+\){OTHER}",
-    "raise": rf"trainer rank 1 on [\d.]+ failed in phase {{phase}} at {BROKEN}: {RAISED}{OTHER}",
-    "hang": rf"hang: phase {{phase}}, .*; trainer rank 1 on [\d.]+ is at {BROKEN}$",
+    "kill": rf"training rank 1 on [\d.]+ died in phase {{phase}}, last seen at \S+:\d+ \(\w+\){OTHER}",
+    "raise": rf"training rank 1 on [\d.]+ failed in phase {{phase}} at {BROKEN}: {RAISED}{OTHER}",
+    "hang": rf"hang: phase {{phase}}, .*; training rank 1 on [\d.]+ is at {BROKEN}$",
 }
 """The first line of the verdict; a killed rank may have come further than where it was last seen."""
 SAMPLE = {("step", "raise")}

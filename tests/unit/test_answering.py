@@ -352,7 +352,7 @@ def test_a_failure_that_nobody_can_read_is_none(tmp_path: Path) -> None:
 
 def test_a_failure_that_cannot_be_left_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     leave_failure(tmp_path / "gone", ValueError("no"), trainer_id(0), "train")
-    assert "trainer rank 0 cannot leave its failure" in caplog.text
+    assert "training rank 0 cannot leave its failure" in caplog.text
 
 
 RUNNING_RANK = """

@@ -129,7 +129,7 @@ def test_the_traceback_of_a_rank_comes_before_its_error(
     assert capsys.readouterr().err.splitlines() == [
         "Traceback (most recent call last):",
         "ValueError: x",
-        "rl-safe: error: trainer rank 2 failed in phase train: ValueError: x",
+        "rl-safe: error: training rank 2 failed in phase train: ValueError: x",
     ]
 
 

@@ -111,7 +111,7 @@ def test_the_phase_that_a_dead_rank_has_noted_goes_before_the_hosts() -> None:
     dead = replace(killed(1), exit_code=None, never_ends=True, phase="save")
     answers = Answers(ranks=[busy(0), dead])
     found = diagnose_answers(lambda patience_s: answers, patience_s=1.0, phase="train")
-    assert found.verdict == "trainer rank 1 died in phase save, last seen at mine.py:3 (send)"
+    assert found.verdict == "training rank 1 died in phase save, last seen at mine.py:3 (send)"
     assert isinstance(found.error, RankError)
     assert found.error.phase == "save"
 
@@ -129,7 +129,7 @@ def test_a_run_that_is_well_blames_nobody(judged: Judge) -> None:
 def test_the_rank_that_does_something_else_is_blamed_by_those_that_wait(judged: Judge) -> None:
     found = judged(waits(0), busy(1), waits(2))
     assert culprits(found) == {1}
-    assert found.verdict == ("hang: the trainers: 0, 2 arrived, 1 did not; trainer rank 1 is at mine.py:7 (step)")
+    assert found.verdict == ("hang: the trainers: 0, 2 arrived, 1 did not; training rank 1 is at mine.py:7 (step)")
     assert found.ranks[trainer_id(0)] == "waits for other ranks at mine.py:7 (step)"
 
 
@@ -150,8 +150,9 @@ def test_where_as_many_wait_in_one_collective_as_in_another_both_are_told_and_no
     answers = Answers(ranks=[in_collective(0, "all_reduce", 7), idle])
     found = diagnose_answers(lambda patience_s: answers, patience_s=1.0, reports={trainer_id(1): gave_up})
     assert found.verdict == (
-        "hang: no rank is missing, and as many wait at one line as at the other: trainer rank 0 waits in phase train "
-        "in all_reduce at mine.py:7 (step); trainer rank 1 waited in vain in phase train in barrier at mine.py:9 (stop)"
+        "hang: no rank is missing, and as many wait at one line as at the other: training rank 0 waits in phase train "
+        "in all_reduce at mine.py:7 (step); training rank 1 waited in vain in phase train in barrier at mine.py:9 "
+        "(stop)"
     )
     assert not found.is_told
     assert found.advice.startswith("compare these lines")
@@ -162,7 +163,7 @@ def test_a_rank_whose_call_has_ended_is_not_said_to_wait() -> None:
     idle = [replace(busy(rank), stack=Stack(frames=[WORK], is_in_a_call=False, op=None)) for rank in (0, 1)]
     found = diagnose_answers(lambda _: Answers(ranks=idle), patience_s=1.0, reports={trainer_id(1): gave_up})
     assert found.verdict == (
-        "hang: phase train, the trainers: trainer rank 1 waited in vain, nobody is in a call any more"
+        "hang: phase train, the trainers: training rank 1 waited in vain, nobody is in a call any more"
     )
 
 
@@ -184,7 +185,9 @@ def test_ranks_that_are_done_are_not_blamed_for_a_collective_that_one_more_comes
     answers = Answers(ranks=[done(0), done(1), busy(2)])
     found = diagnose_answers(lambda patience_s: answers, patience_s=1.0, reports={trainer_id(2): gave_up})
     assert culprits(found) == named
-    assert ("has come to more collectives than the others, who are done: trainer rank 2" in found.verdict) == bool(said)
+    assert ("has come to more collectives than the others, who are done: training rank 2" in found.verdict) == bool(
+        said
+    )
     assert others in found.verdict.rpartition("; ")[2]
 
 
@@ -194,7 +197,7 @@ def test_a_rank_that_is_done_before_most_is_told_to_have_come_to_fewer_collectiv
     found = diagnose_answers(lambda patience_s: answers, patience_s=1.0, reports={trainer_id(2): gave_up})
     assert culprits(found) == {1}
     assert (
-        "trainer rank 1 has come to fewer collectives than the others: trainer rank 1 waits in phase" in found.verdict
+        "training rank 1 has come to fewer collectives than the others: training rank 1 waits in phase" in found.verdict
     )
 
 
@@ -203,15 +206,15 @@ def test_a_rank_that_is_done_before_most_is_told_to_have_come_to_fewer_collectiv
     [
         (
             {trainer_id(2): failed(2, Victim(), op="all_reduce")},
-            "no rank is missing, and trainer rank 2 has come to more collectives than the others, who are done: "
-            "trainer rank 2 waited in vain in phase train in all_reduce at mine.py:5 (f); trainer rank 0 waited in "
-            "vain in phase teardown in a barrier over the store; trainer rank 1 waits in phase teardown at mine.py:9 "
+            "no rank is missing, and training rank 2 has come to more collectives than the others, who are done: "
+            "training rank 2 waited in vain in phase train in all_reduce at mine.py:5 (f); training rank 0 waited in "
+            "vain in phase teardown in a barrier over the store; training rank 1 waits in phase teardown at mine.py:9 "
             "(end)\ncompare these lines: every rank must come to the same collectives, in the same order",
         ),
         (
             {},
             "phase teardown: rank 2 of training world did not arrive within 9.0 s; to wait longer raise "
-            "rl_safe.timeouts.train; trainer rank 2 was last seen in phase train at mine.py:5 (f)",
+            "rl_safe.timeouts.train; training rank 2 was last seen in phase train at mine.py:5 (f)",
         ),
     ],
     ids=["it has given up, too", "it has said nothing"],
@@ -250,8 +253,8 @@ def test_where_all_wait_the_rank_in_another_collective_than_most_is_named() -> N
     found = judge(in_collective(1, "all_gather", 9))
     assert culprits(found) == {1}
     assert found.verdict == (
-        "hang: phase train, training world, all_reduce: 0, 2 arrived, 1 did not within 9.0 s; trainer rank 0, 2 are in "
-        "phase train in all_reduce at mine.py:7 (step); trainer rank 1 is in all_gather at mine.py:9 (step)"
+        "hang: phase train, training world, all_reduce: 0, 2 arrived, 1 did not within 9.0 s; training rank 0, 2 are "
+        "in phase train in all_reduce at mine.py:7 (step); training rank 1 is in all_gather at mine.py:9 (step)"
     )
     assert culprits(judge(in_collective(1, "all_reduce", 7))) == {0, 1, 2}
 
@@ -260,27 +263,27 @@ def test_a_missing_rank_is_told_with_its_own_phase_and_with_what_it_has_gone_on_
     ends = replace(busy(1), phase="teardown", events=["its thread prefetch has ended at mine.py:3 (send): OSError: no"])
     found = judged(waits(0), ends, reports={0: late(1)})
     assert found.verdict.endswith(
-        "trainer rank 1 is at mine.py:7 (step) in phase teardown, and its thread prefetch has ended at mine.py:3 (send)"
-        ": OSError: no"
+        "training rank 1 is at mine.py:7 (step) in phase teardown, and its thread prefetch has ended at mine.py:3 "
+        "(send): OSError: no"
     )
 
 
 def test_a_rank_that_has_ended_well_too_early_is_blamed_by_those_that_wait(judged: Judge) -> None:
     found = judged(waits(0), process(1, status="gone", exit_code=0))
     assert culprits(found) == {1}
-    assert "trainer rank 1 has ended with exit code 0" in found.verdict
+    assert "training rank 1 has ended with exit code 0" in found.verdict
 
 
 def test_a_death_is_the_root_of_those_that_gave_up(judged: Judge) -> None:
     found = judged(busy(0), killed(1), waits(2), reports={0: failed(0, Victim()), 2: late(1)})
     assert culprits(found) == {1}
-    assert found.verdict == "trainer rank 1 was killed by SIGKILL, last seen at mine.py:3 (send)"
+    assert found.verdict == "training rank 1 was killed by SIGKILL, last seen at mine.py:3 (send)"
 
 
 def test_the_report_of_a_rank_that_has_ended_says_more_than_its_end(judged: Judge) -> None:
     found = judged(process(0, status="gone", exit_code=1), waits(1), reports={0: failed(0, Raised())})
     assert culprits(found) == {0}
-    assert found.verdict == "trainer rank 0 failed in phase train at mine.py:5 (f): ValueError: no"
+    assert found.verdict == "training rank 0 failed in phase train at mine.py:5 (f): ValueError: no"
 
 
 def test_a_stopped_rank_is_named_though_others_have_named_more(judged: Judge) -> None:
@@ -288,14 +291,14 @@ def test_a_stopped_rank_is_named_though_others_have_named_more(judged: Judge) ->
         process(0, status="stopped", last_place="mine.py:3 (send)"), waits(1), waits(2), reports={1: late(0)}
     )
     assert culprits(found) == {0}
-    assert found.verdict == "trainer rank 0 is stopped, last seen at mine.py:3 (send)"
+    assert found.verdict == "training rank 0 is stopped, last seen at mine.py:3 (send)"
 
 
 def test_a_rank_that_others_speak_of_is_named_with_what_they_say(judged: Judge) -> None:
     found = judged(waits(0), busy(1), reports={0: failed(0, Repeats(trainer_id(1)), "RunError: rank 1 is full")})
     assert culprits(found) == {1}
     assert found.verdict.startswith(
-        "trainer rank 1 is at mine.py:7 (step); trainer rank 0 failed in phase train at mine.py:5 "
+        "training rank 1 is at mine.py:7 (step); training rank 0 failed in phase train at mine.py:5 "
     )
 
 
@@ -328,7 +331,7 @@ def test_a_collective_in_the_stack_alone_is_a_wait(judged: Judge) -> None:
 
 def test_a_verdict_is_one_line(judged: Judge) -> None:
     found = judged(crashed(0), reports={0: failed(0, Raised(), "RuntimeError: no\nframe #0")})
-    assert found.verdict == "trainer rank 0 failed in phase train at mine.py:5 (f): RuntimeError: no"
+    assert found.verdict == "training rank 0 failed in phase train at mine.py:5 (f): RuntimeError: no"
 
 
 def test_reports_that_cannot_be_read_leave_the_rest(judged: Judge) -> None:
@@ -344,7 +347,7 @@ def test_evidence_that_cannot_be_written_leaves_the_verdict(judged: Judge, tmp_p
 def test_the_evidence_names_every_rank(judged: Judge, tmp_path: Path) -> None:
     judged(waits(0), busy(1), evidence=tmp_path / "hang")
     text = (tmp_path / "hang" / "verdict.json").read_text()
-    assert '"trainer rank 1": "is at mine.py:7 (step)"' in text
+    assert '"training rank 1": "is at mine.py:7 (step)"' in text
     assert {path.name for path in (tmp_path / "hang").iterdir()} == {
         "verdict.json",
         "stack_trainer_0.txt",
@@ -384,7 +387,7 @@ def of_host(
 
 def test_an_actor_that_has_ended_was_killed_and_is_named_with_its_node_and_the_hosts_phase() -> None:
     found = of_host(waits(0), actor(1, status="gone"))
-    assert found.verdict == "trainer rank 1 on 10.0.0.4 died in phase train, last seen at mine.py:3 (send)"
+    assert found.verdict == "training rank 1 on 10.0.0.4 died in phase train, last seen at mine.py:3 (send)"
     assert isinstance(found.error, RankError)
     assert (found.error.cause, found.error.phase) == (Died(), "train")
     assert "the kernel's log of 10.0.0.4" in found.advice
@@ -394,7 +397,7 @@ def test_the_rank_in_a_call_of_its_own_is_named_where_another_ones_call_has_wait
     gave_up = failed(0, Victim(), op="all_reduce", place="theirs.py:9 (average)")
     found = of_host(actor(0, in_a_call=False), actor(1, WORK), reports={trainer_id(0): gave_up})
     assert found.culprits == {trainer_id(1)}
-    assert "trainer rank 0 waited in vain; trainer rank 1 on 10.0.0.4 is at " in found.verdict
+    assert "training rank 0 waited in vain; training rank 1 on 10.0.0.4 is at " in found.verdict
 
 
 def test_an_actor_that_torch_has_ended_because_its_collective_timed_out_is_a_victim() -> None:
@@ -432,8 +435,8 @@ def test_a_rank_with_a_longer_tensor_is_named_and_not_the_one_that_gloo_has_ende
         records={0: gathers(4000), 1: gathers(5000), 3: gathers(4000)},
     )
     assert found.verdict == (
-        "different shapes in all_gather of dp: trainer rank 0, 3 with 4000 Float; trainer rank 1 with 5000 Float; gloo "
-        "has ended trainer rank 2, which got more than it expected; trainer rank 1 was at mine.py:5 (f)"
+        "different shapes in all_gather of dp: training rank 0, 3 with 4000 Float; training rank 1 with 5000 Float; "
+        "gloo has ended training rank 2, which got more than it expected; training rank 1 was at mine.py:5 (f)"
     )
     assert (culprits(found), found.fault) == ({1}, Fault.SHAPES)
     assert "drop_last" in found.advice
@@ -466,8 +469,8 @@ def test_a_stopped_actor_is_named_with_the_collective_that_others_were_in() -> N
         records={0: Record.of([work])},
     )
     assert found.verdict == (
-        "trainer rank 1 on 10.0.0.4 is stopped in phase train, last seen at mine.py:3 (send); "
-        "trainer rank 0 was in all_reduce of dp"
+        "training rank 1 on 10.0.0.4 is stopped in phase train, last seen at mine.py:3 (send); "
+        "training rank 0 was in all_reduce of dp"
     )
     assert found.advice.endswith("kill -CONT 1 goes on")
 
@@ -475,7 +478,7 @@ def test_a_stopped_actor_is_named_with_the_collective_that_others_were_in() -> N
 def test_what_a_rank_has_left_in_its_folder_counts_as_its_report() -> None:
     answers = Answers(ranks=[waits(0), actor(1, WORK, in_a_call=False)], reports={trainer_id(1): failed(1, Raised())})
     found = diagnose_answers(lambda _: answers, patience_s=1.0)
-    assert found.verdict == "trainer rank 1 failed in phase train at mine.py:5 (f): ValueError: no"
+    assert found.verdict == "training rank 1 failed in phase train at mine.py:5 (f): ValueError: no"
 
 
 def test_a_process_that_is_in_no_call_of_its_host_holds_nobody_up() -> None:
@@ -516,7 +519,8 @@ def test_an_engine_that_a_rank_awaits_is_to_blame_whatever_the_driver_has_heard(
     found = of_host(*ranks, reports=reports, host_error=host_error)
     assert found.culprits == {ENGINE}
     assert found.verdict.startswith(
-        "hang: phase sync, the weight sync: trainer rank 1 arrived, rollout rank 0 did not within 9.0 s; rollout rank 0"
+        "hang: phase sync, the weight sync: training rank 1 arrived, rollout rank 0 did not within 9.0 s; rollout "
+        "rank 0"
     )
 
 
@@ -543,7 +547,7 @@ def test_a_generation_that_nobody_holds_up_blames_the_reward_worker_that_is_in_a
     assert ("stack_reward_0.txt" in found.advice) is is_named
     if is_named:
         assert found.verdict == (
-            "hang: phase rollout, generation: trainer rank 0, rollout rank 0, agent loop worker 0 arrived, reward "
+            "hang: phase rollout, generation: training rank 0, rollout rank 0, agent loop worker 0 arrived, reward "
             "worker 0 did not within 9.0 s; reward worker 0 on 10.0.0.4 is at mine.py:7 (step)"
         )
 

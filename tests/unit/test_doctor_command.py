@@ -194,7 +194,7 @@ RAISED = RankError(
     ("error", "groups", "ranks", "said"),
     [
         (LATE, ("training world",), "1-2", "rank 1-2 of training world did not arrive within 3.0 s"),
-        (RAISED, ("the trainers",), "3", "trainer rank 3 failed in phase groups: OSError: x"),
+        (RAISED, ("the trainers",), "3", "training rank 3 failed in phase groups: OSError: x"),
         (ClusterError("Ray is gone", culprit=trainer_id(1)), (), "1", "Ray is gone"),
         (MemoryError("all of it"), (), "", "MemoryError: all of it"),
     ],

@@ -288,7 +288,7 @@ def gone(why: Ending | None) -> RankProcess:
 def test_the_verdict_says_why_and_what_to_do() -> None:
     why = Ending(fault=Fault.OOM_KILL, said="the kernel killed python, which had 12.3 GiB")
     found = diagnose_answers(lambda _: Answers(ranks=[gone(why)]), patience_s=1.0)
-    assert found.verdict == "trainer rank 1 died: OOM kill: the kernel killed python, which had 12.3 GiB"
+    assert found.verdict == "training rank 1 died: OOM kill: the kernel killed python, which had 12.3 GiB"
     assert (found.fault, found.advice) == (Fault.OOM_KILL, ADVICE[Fault.OOM_KILL])
 
 
@@ -302,7 +302,7 @@ def test_what_the_host_knows_of_a_rank_without_a_process_is_said() -> None:
         phase="train",
         endings=lambda: {trainer_id(1): lost},
     )
-    assert found.verdict == "trainer rank 1 died in phase train: node lost: Ray says: its node has died"
+    assert found.verdict == "training rank 1 died in phase train: node lost: Ray says: its node has died"
     assert found.fault is Fault.NODE_LOST
 
 
@@ -318,7 +318,9 @@ def test_the_end_of_a_rank_that_others_wait_for_is_said() -> None:
         reports={trainer_id(0): late},
         endings=lambda: {trainer_id(1): why},
     )
-    assert found.verdict.endswith("has ended with exit code 0; trainer rank 1: signal SIGSEGV: its exit status says so")
+    assert found.verdict.endswith(
+        "has ended with exit code 0; training rank 1: signal SIGSEGV: its exit status says so"
+    )
 
 
 def test_what_a_rank_has_said_itself_counts_before_its_end() -> None:
@@ -333,7 +335,7 @@ def test_what_a_rank_has_said_itself_counts_before_its_end() -> None:
         ranks = Answers(ranks=[gone(why)], reports={trainer_id(1): own})
         found = diagnose_answers(lambda _, ranks=ranks: ranks, patience_s=1.0)
         assert (
-            found.verdict == f"trainer rank 1 failed in phase save at an unknown line: {type(error).__name__}: {error}"
+            found.verdict == f"training rank 1 failed in phase save at an unknown line: {type(error).__name__}: {error}"
         )
         assert found.fault is fault
 
@@ -347,9 +349,9 @@ def ended(program: str) -> RankProcess:
 @pytest.mark.parametrize(
     ("program", "fault", "said"),
     [
-        ("import sys; sys.exit(3)", Fault.EXIT, "trainer rank 1 has ended with exit code 3: exit code 3: "),
-        ("import ctypes; ctypes.string_at(0)", Fault.SIGNAL, "trainer rank 1 was killed by SIGSEGV: signal "),
-        ("import os; os.abort()", Fault.ABORTED, "trainer rank 1 was killed by SIGABRT: abort SIGABRT: "),
+        ("import sys; sys.exit(3)", Fault.EXIT, "training rank 1 has ended with exit code 3: exit code 3: "),
+        ("import ctypes; ctypes.string_at(0)", Fault.SIGNAL, "training rank 1 was killed by SIGSEGV: signal "),
+        ("import os; os.abort()", Fault.ABORTED, "training rank 1 was killed by SIGABRT: abort SIGABRT: "),
     ],
 )
 def test_a_real_end_is_told_from_others(program: str, fault: Fault, said: str) -> None:
@@ -360,7 +362,7 @@ def test_a_real_end_is_told_from_others(program: str, fault: Fault, said: str) -
 
 def test_a_real_sigkill_is_not_known() -> None:
     found = diagnose([ended("import os; os.kill(os.getpid(), 9)")], patience_s=5.0)
-    assert (found.fault, found.verdict) == (None, "trainer rank 1 was killed by SIGKILL")
+    assert (found.fault, found.verdict) == (None, "training rank 1 was killed by SIGKILL")
     assert found.advice.startswith("why is not known, because ")
 
 
@@ -382,7 +384,7 @@ def test_a_real_bus_error_by_full_shared_memory_is_told_apart(small: Path, monke
     )
     found = diagnose([ended(f"{program}; m[:] = bytes(2**22)")], patience_s=5.0)
     assert found.verdict == (
-        "trainer rank 1 was killed by SIGBUS: /dev/shm is full: SIGBUS (its exit status says so), and 0 bytes are left"
+        "training rank 1 was killed by SIGBUS: /dev/shm is full: SIGBUS (its exit status says so), and 0 bytes are left"
     )
     assert found.fault is Fault.SHARED_MEMORY
 

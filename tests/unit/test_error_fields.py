@@ -46,7 +46,10 @@ def late(awaited: Awaited, *missing: RankId, detail: str = "") -> PhaseTimeoutEr
         (late(WORLD), "training world did not finish within 3.0 s"),
         (late(Awaited("the placement group")), "the placement group did not finish within 3.0 s"),
         (late(JOINT, R1), "rollout rank 1 of joint group 0 did not arrive within 3.0 s"),
-        (late(JOINT, R0, trainer_id(1)), "trainer rank 1, rollout rank 0 of joint group 0 did not arrive within 3.0 s"),
+        (
+            late(JOINT, R0, trainer_id(1)),
+            "training rank 1, rollout rank 0 of joint group 0 did not arrive within 3.0 s",
+        ),
         (late(WORLD, trainer_id(1), detail="x; y"), "rank 1 of training world did not arrive within 3.0 s (x; y)"),
     ],
 )
@@ -98,8 +101,8 @@ def test_a_rank_and_its_phase_are_named() -> None:
 @pytest.mark.parametrize(
     ("nodes", "said"),
     [
-        (["10.0.0.4"], "node 10.0.0.4 is lost, and with it trainer rank 2-3, rollout rank 1 (it died)"),
-        (["a", "b"], "nodes a, b are lost, and with them trainer rank 2-3, rollout rank 1 (it died)"),
+        (["10.0.0.4"], "node 10.0.0.4 is lost, and with it training rank 2-3, rollout rank 1 (it died)"),
+        (["a", "b"], "nodes a, b are lost, and with them training rank 2-3, rollout rank 1 (it died)"),
     ],
 )
 def test_a_lost_node_and_its_ranks_are_named(nodes: list[str], said: str) -> None:

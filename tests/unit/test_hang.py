@@ -279,7 +279,7 @@ def test_a_missing_rank_is_found_where_it_sleeps(start: Start, tmp_path: Path) -
     assert line is not None
     assert re.fullmatch(
         r"hang: phase train, the trainers: 0 arrived, 1 did not within 9\.0 s; "
-        rf"trainer rank 1 is at {tmp_path}/actor\.py:8 \(train\); evidence in {tmp_path}/hang",
+        rf"training rank 1 is at {tmp_path}/actor\.py:8 \(train\); evidence in {tmp_path}/hang",
         line,
     )
     found = evidence(tmp_path)
@@ -297,7 +297,7 @@ def test_whoever_is_in_a_call_is_missing_where_an_error_names_nobody(start: Star
     start(1, "call")
     line = collect(failed(Victim()), tmp_path)
     assert line is not None
-    assert line.startswith("hang: phase train, the trainers: trainer rank 0 waited in vain; trainer rank 1 is at ")
+    assert line.startswith("hang: phase train, the trainers: training rank 0 waited in vain; training rank 1 is at ")
 
 
 def stop(process: subprocess.Popen[str]) -> None:
@@ -321,7 +321,7 @@ def test_a_stopped_process_is_reported_in_time(start: Start, tmp_path: Path, mon
     line = collect(timeout(), tmp_path)
     assert line is not None
     # It notes its place every half second, and may have done so before it was stopped.
-    assert re.search(r"; trainer rank 1 is stopped(, last seen at actor\.py:\d+ \(train\))?; ", line)
+    assert re.search(r"; training rank 1 is stopped(, last seen at actor\.py:\d+ \(train\))?; ", line)
     assert time.monotonic() - started_s < 12  # of the 16 that it waits for answers
     assert (tmp_path / "hang" / "stack_trainer_1.txt").read_text() == "no stack: the process is stopped\n"
     assert evidence(tmp_path)["actors"][1]["status"] == "stopped"
@@ -345,13 +345,13 @@ def test_a_process_that_stops_after_the_first_look_is_said_to_be_stopped(
     monkeypatch.setattr(inquiry._Inquiry, "_look_at", look_at)
     line = collect(timeout(), tmp_path, patience_s=4.0)
     assert line is not None
-    assert "; trainer rank 1 is stopped" in line
+    assert "; training rank 1 is stopped" in line
 
 
 def test_a_rank_without_a_process_here_is_said_to_have_none(tmp_path: Path) -> None:
     line = collect(timeout(), tmp_path, patience_s=3.0)
     assert line is not None
-    assert "; trainer rank 1 has no process on this machine; " in line
+    assert "; training rank 1 has no process on this machine; " in line
 
 
 def test_evidence_of_an_earlier_run_by_the_same_name_goes(tmp_path: Path) -> None:
@@ -445,7 +445,9 @@ def test_a_rank_in_a_collective_waits_for_those_that_are_in_none(start: Start, t
     error = timeout([0, 1, R0], rollouts=1)
     hang = find(error, tmp_path)
     assert hang is not None
-    assert "all_reduce of EXPERT_GROUP: trainer rank 0 arrived, trainer rank 1, rollout rank 0 did not" in hang.verdict
+    assert (
+        "all_reduce of EXPERT_GROUP: training rank 0 arrived, training rank 1, rollout rank 0 did not" in hang.verdict
+    )
     assert hang.culprits == {trainer_id(1), R0}
     assert error.naming(hang.culprits).missing == {trainer_id(1), R0}
     assert error.missing == {trainer_id(0), trainer_id(1), R0}
@@ -471,7 +473,7 @@ def test_a_rank_of_which_nothing_was_heard_is_not_blamed(tmp_path: Path) -> None
     assert hang is not None
     assert hang.culprits == {trainer_id(3)}
     assert "0-2 arrived, 3 did not within" in hang.verdict
-    assert "trainer rank 4-5 on node4, node5 cannot be asked; no answer from node4, node5; " in hang.verdict
+    assert "training rank 4-5 on node4, node5 cannot be asked; no answer from node4, node5; " in hang.verdict
     assert evidence(tmp_path)["wait"]["unknown"] == [["trainer", 4], ["trainer", 5]]
 
 
@@ -497,7 +499,7 @@ def test_storage_that_does_not_answer_takes_no_verdict_away(
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: time.sleep(60))
     line = collect(timeout(), tmp_path, patience_s=6.0)
     assert line is not None
-    assert "; trainer rank 1 is at " in line
+    assert "; training rank 1 is at " in line
 
 
 def test_files_of_other_nodes_follow_the_verdict(tmp_path: Path) -> None:
@@ -535,7 +537,7 @@ def test_ranks_at_the_same_place_are_named_together(tmp_path: Path) -> None:
     wait = wait_of(timeout([0, 1]))
     assert wait is not None
     assert verdict(wait, trainer_ids([0, 1]), Answers(), {}, target=tmp_path) == (
-        "hang: phase train, the trainers: none arrived, 0-1 did not within 9.0 s; trainer rank 0-1 has no process on "
+        "hang: phase train, the trainers: none arrived, 0-1 did not within 9.0 s; training rank 0-1 has no process on "
         f"this machine; evidence in {tmp_path}"
     )
 
@@ -548,8 +550,8 @@ def test_nodes_are_named_as_far_as_they_are_few(tmp_path: Path) -> None:
     there = [RankProcess(rank_id=one, pid=1, status="sleeping") for one in ranks[:16]]
     answers = Answers(ranks=there, homes=homes, silent=["node8"])
     assert verdict(wait, ranks, answers, {}, target=tmp_path) == (
-        "hang: phase train, the trainers: none arrived, 0-19 did not within 9.0 s; trainer rank 0-15 on 8 nodes gives "
-        "no stack, sleeping; trainer rank 16-17 on node8 cannot be asked; trainer rank 18-19 on node9 has no process "
+        "hang: phase train, the trainers: none arrived, 0-19 did not within 9.0 s; training rank 0-15 on 8 nodes gives "
+        "no stack, sleeping; training rank 16-17 on node8 cannot be asked; training rank 18-19 on node9 has no process "
         f"there; no answer from node8; evidence in {tmp_path}"
     )
 
@@ -558,7 +560,7 @@ def test_ranks_of_a_node_that_does_not_answer_may_be_the_missing_ones(tmp_path: 
     homes = {trainer_id(0): "node0", trainer_id(1): "node1"}
     line = collect(failed(Victim()), tmp_path, ask=lambda patience_s: Answers(homes=homes, silent=["node1"]))
     assert line is not None
-    assert "trainer rank 0 waited in vain; trainer rank 1 on node1 cannot be asked; no answer from node1; " in line
+    assert "training rank 0 waited in vain; training rank 1 on node1 cannot be asked; no answer from node1; " in line
     assert evidence(tmp_path)["silent_nodes"] == ["node1"]
 
 

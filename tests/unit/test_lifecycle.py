@@ -34,7 +34,7 @@ def fail_in(lifecycle: Lifecycle, phase: Phase) -> None:
 
 @pytest.mark.parametrize("phase", sorted(set(REQUIRES[Role.TRAINER]) - FIRST))
 def test_a_trainer_cannot_begin_with(phase: Phase, trainer: Lifecycle) -> None:
-    with pytest.raises(LifecycleError, match=f"trainer rank 3 cannot enter phase {phase} before phase .* completed"):
+    with pytest.raises(LifecycleError, match=f"training rank 3 cannot enter phase {phase} before phase .* completed"):
         trainer.check(phase)
 
 
@@ -198,8 +198,8 @@ def test_an_observer_that_raises_fails_no_phase(trainer: Lifecycle, caplog: pyte
     assert (event.ok, event.device_bytes) == (True, {})
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warnings == [
-        "trainer rank 3: the beginning of phase world could not be observed",
-        "trainer rank 3: the end of phase world could not be observed",
+        "training rank 3: the beginning of phase world could not be observed",
+        "training rank 3: the end of phase world could not be observed",
     ]
 
 

@@ -32,8 +32,8 @@ def test_the_longer_tensor_is_named_and_not_the_neighbour_that_gloo_has_ended() 
     assert mismatch is not None
     assert mismatch.culprits == {1}
     assert mismatch.said == (
-        "trainer rank 0, 3 with 4000 Float; trainer rank 1 with 5000 Float; gloo has ended trainer rank 2, which got "
-        "more than it expected"
+        "training rank 0, 3 with 4000 Float; training rank 1 with 5000 Float; gloo has ended training rank 2, which "
+        "got more than it expected"
     )
 
 
@@ -47,7 +47,9 @@ def test_a_rank_with_the_shorter_tensor_is_named_where_all_others_agree() -> Non
     mismatch = found(ended=1, rank0=4000, rank2=4000, rank3=4000)
     assert mismatch is not None
     assert mismatch.culprits == {1}
-    assert mismatch.said.startswith("trainer rank 0, 2-3 with 4000 Float, and trainer rank 1 with less; gloo has ended")
+    assert mismatch.said.startswith(
+        "training rank 0, 2-3 with 4000 Float, and training rank 1 with less; gloo has ended"
+    )
 
 
 def test_nobody_is_named_where_two_ranks_have_two_shapes() -> None:

@@ -30,10 +30,10 @@ def stays(trace):
 
 def test_each_role_is_a_process_and_each_rank_a_thread_of_it() -> None:
     trace = trace_events([event(role=Role.ROLLOUT), event(rank=10), event(rank=2), event(rank=2, start_s=3)])
-    assert named(trace, "process_name") == {(1, 0): "trainer ranks", (2, 0): "rollout ranks"}
+    assert named(trace, "process_name") == {(1, 0): "training ranks", (2, 0): "rollout ranks"}
     assert named(trace, "thread_name") == {
-        (1, 1): "trainer rank 2",
-        (1, 2): "trainer rank 10",
+        (1, 1): "training rank 2",
+        (1, 2): "training rank 10",
         (2, 3): "rollout rank 0",
     }
     assert sorted((e["pid"], e["tid"]) for e in stays(trace)) == [(1, 1), (1, 1), (1, 2), (2, 3)]

@@ -139,8 +139,8 @@ def test_a_rank_that_gloo_ends_over_its_shape_is_not_blamed(tmp_path: Path) -> N
 
 
 def test_the_verdict_of_the_run_says_more_of_shapes_than_a_log(tmp_path: Path) -> None:
-    verdict = json.dumps({"verdict": "different shapes in all_gather of dp: trainer rank 1 with 5000 Float"})
-    assert "trainer rank 1" in explained(tmp_path, {"rank_2.log": GLOO_ENDS, "verdict.json": verdict}).verdict
+    verdict = json.dumps({"verdict": "different shapes in all_gather of dp: training rank 1 with 5000 Float"})
+    assert "training rank 1" in explained(tmp_path, {"rank_2.log": GLOO_ENDS, "verdict.json": verdict}).verdict
 
 
 def test_a_traceback_that_the_process_has_outlived_is_not_the_cause(tmp_path: Path) -> None:
@@ -245,9 +245,9 @@ def test_victims_alone_name_nobody(tmp_path: Path) -> None:
 
 
 def test_a_verdict_of_ours_is_taken_before_signs_without_a_cause(tmp_path: Path) -> None:
-    verdict = {"verdict": "hang: trainer rank 1 is at x.py:3 (f)", "wait": {"missing": [["trainer", 1]]}}
+    verdict = {"verdict": "hang: training rank 1 is at x.py:3 (f)", "wait": {"missing": [["trainer", 1]]}}
     found = explained(tmp_path, {"hang/verdict.json": json.dumps(verdict), "rank_0.log": f"{TRACEBACK}{PEER}\n"})
-    assert (found.verdict, list(found.culprits)) == (verdict["verdict"], ["trainer rank 1"])
+    assert (found.verdict, list(found.culprits)) == (verdict["verdict"], ["training rank 1"])
 
 
 def test_a_folder_without_a_sign_says_so(tmp_path: Path) -> None:

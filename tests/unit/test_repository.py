@@ -22,6 +22,7 @@ from rl_safe_workers import errors
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.ranks import trainer_id, trainer_ids
 from rl_safe_workers.recipe import load_recipe
+from rl_safe_workers.topology.groups import OpClass
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "rl_safe_workers"
@@ -41,7 +42,7 @@ EXAMPLES: dict[str, errors.RlSafeError] = {
         nodes=["10.0.0.4"], phase="train", ranks=trainer_ids([2, 3]), detail="it died"
     ),
     "JobError": errors.JobError(
-        verdict="trainer rank 1 died in phase train",
+        verdict="training rank 1 died in phase train",
         advice="look at its log",
         culprits=trainer_ids([1]),
         phase="train",
@@ -82,7 +83,7 @@ def error_classes() -> list[type[errors.RlSafeError]]:
 
 
 def modules_below(name: str) -> list[str]:
-    """A module, or a room with every module in it."""
+    """A module, or a package with every module in it."""
     folder = ROOT / name.replace(".", "/")
     return [name, *(f"{name}.{path.stem}" for path in sorted(folder.glob("[!_]*.py")))]
 
@@ -208,7 +209,7 @@ def test_every_error_appears_in_the_drawing_of_the_hierarchy() -> None:
     assert [cls.__name__ for cls in error_classes() if cls.__name__ not in drawn] == []
 
 
-def test_the_init_file_of_each_room_says_what_the_room_is_for_and_no_more() -> None:
+def test_the_init_file_of_each_package_says_what_the_package_is_for_and_no_more() -> None:
     inits = [path for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE]
     assert len(inits) > 20
     assert [str(path) for path in inits if not ast.get_docstring(_tree(path)) or len(_tree(path).body) > 1] == []
@@ -228,9 +229,14 @@ def _definitions(path: Path) -> set[str]:
     return found
 
 
-def test_the_architecture_page_names_every_room() -> None:
-    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert rooms == set(re.findall(r"^\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE))
+def test_the_architecture_page_names_every_package() -> None:
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert packages == set(re.findall(r"^\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE))
+
+
+def test_the_glossary_names_every_op_class() -> None:
+    entry = next(line for line in ARCHITECTURE.splitlines() if line.startswith("| op class |"))
+    assert set(re.findall(r"`(\w+)`", entry)) == set(OpClass)
 
 
 def test_the_architecture_page_names_code_that_exists() -> None:

@@ -111,7 +111,7 @@ def test_every_phase_has_a_row_with_its_ranks_and_seconds(page) -> None:
 def test_a_failed_phase_is_marked_and_stated_with_its_ranks(page) -> None:
     events = [event(Phase.BOOTSTRAP, rank=r, seconds=12.0, ok=r not in (1, 2)) for r in range(4)]
     made = page(events=events)
-    assert "bootstrap failed on trainer rank 1-2 after 12.00 s" in made.text
+    assert "bootstrap failed on training rank 1-2 after 12.00 s" in made.text
     headings, row = made.table(PHASES)
     assert row[headings.index("failed")] == "2"
     assert '<td class="number bad">2</td>' in made.source

@@ -15,7 +15,7 @@ def test_the_copies_of_a_host_are_counted_together() -> None:
     on_a, on_b = report("a", staged=4, free=7), report("b", staged=4, free=8)
     assert short_of_memory([on_b, on_b]) == []
     (text,) = short_of_memory([on_a, on_b, on_a, on_b])
-    assert text.startswith("the copies of trainer rank 0, 2 take 8.0 GiB of host memory, and 7.0 GiB are free there")
+    assert text.startswith("the copies of training rank 0, 2 take 8.0 GiB of host memory, and 7.0 GiB are free there")
 
 
 def test_a_copy_that_is_kept_from_an_earlier_save_needs_no_memory() -> None:

@@ -176,7 +176,7 @@ def test_only_stopped_processes_of_the_run_are_found(run_id: str, start, tmp_pat
     found = {one.pid: one for one in stopped_processes(run_id, tmp_path)}
     assert found.keys() == {ours.pid, child.pid}
     assert running.poll() is None
-    assert found[ours.pid].who == f"trainer rank 4 (process {ours.pid})"
+    assert found[ours.pid].who == f"training rank 4 (process {ours.pid})"
     assert found[ours.pid].pids[1] == os.getpid()
     assert found[child.pid].who.endswith(" of rollout rank 1")
 
@@ -192,7 +192,7 @@ def test_a_process_that_stays_stopped_is_named_and_ended(
     try:
         _stop(process)
         stopped_s = time.monotonic()
-        _await(lambda: f"trainer rank 1 (process {process.pid}) is stopped" in caplog.text, "the stop is named")
+        _await(lambda: f"training rank 1 (process {process.pid}) is stopped" in caplog.text, "the stop is named")
         named_s = time.monotonic() - stopped_s
         assert process.wait(30) == -signal.SIGKILL
     finally:
@@ -209,7 +209,7 @@ def test_a_process_that_stays_stopped_is_named_and_ended(
         RankProcess(rank_id=trainer_id(0), pid=well.pid, folder=folder, never_ends=True),
     ]
     found = diagnose(ranks, patience_s=5.0)
-    assert found.verdict == "trainer rank 1 is stopped, last seen at train.py:3 (step)"
+    assert found.verdict == "training rank 1 is stopped, last seen at train.py:3 (step)"
     assert found.culprits == {trainer_id(1)}
     assert "it was ended: see the setting timeouts.stopped" in found.advice
 

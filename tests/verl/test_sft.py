@@ -116,7 +116,7 @@ def test_a_run_trains_saves_resumes_and_ends_together(tiny_moe, rows, tmp_path) 
     first = _launch(tiny_moe, rows, folder, *_of_megatron())
     assert first.returncode == 0, first.stderr[-3000:]
     assert f"rl_safe active: SafeMegatronEngine on training rank 1 of {SIZE}" in first.stdout
-    assert all(f"trainer rank {rank}: phase teardown done" in first.stdout for rank in range(SIZE))
+    assert all(f"training rank {rank}: phase teardown done" in first.stdout for rank in range(SIZE))
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert json.loads((folder / "global_step_2" / "ckpt_contents.json").read_text())["schema_version"] == 2
     assert {path.name for path in folder.iterdir()} == {"global_step_2", "latest_checkpointed_iteration.txt"}
@@ -135,7 +135,7 @@ def test_a_rank_whose_data_waits_is_named_with_its_line_of_code(tiny_moe, rows, 
     output = result.stdout + result.stderr
     told = re.findall(r"the job has failed on training rank 1: (.*)", output)
     assert told, output[-3000:]
-    assert re.fullmatch(r"hang: .*trainer rank 1 is at \S+waiting_rows.py:\d+ \(take_cache_lock\)", told[0]), told[0]
+    assert re.fullmatch(r"hang: .*training rank 1 is at \S+waiting_rows.py:\d+ \(take_cache_lock\)", told[0]), told[0]
     (evidence,) = {Path(found) for found in re.findall(r"^evidence in (\S+)$", output, re.MULTILINE)}
     assert "take_cache_lock" in (evidence / "stack_trainer_1.txt").read_text()
     shutil.rmtree(evidence.parent)

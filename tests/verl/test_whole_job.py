@@ -59,28 +59,28 @@ def test_a_job_trains_and_gives_its_communicators_away_between_updates(tmp_path)
 FAULTS = {
     "trainer_killed": (
         *("train killed", "train"),
-        r"trainer rank 1 on \S+ died in phase train, last seen at \S+faulty_training.py:\d+ \(\S*go_wrong\)",
+        r"training rank 1 on \S+ died in phase train, last seen at \S+faulty_training.py:\d+ \(\S*go_wrong\)",
     ),
     "trainer_stopped": (
         *("train stopped", "train"),
-        r"trainer rank 1 on \S+ is stopped in phase train(, last seen)? at \S+faulty_training.py:\d+ \(\S*go_wrong\); "
-        r"trainer rank 0 was in \w+ of \w+$",
+        r"training rank 1 on \S+ is stopped in phase train(, last seen)? at \S+faulty_training.py:\d+ \(\S*go_wrong\); "
+        r"training rank 0 was in \w+ of \w+$",
     ),
     "trainer_stopped_for_too_long": (
         *("train stopped", "train"),
-        r"trainer rank 1 on \S+ is stopped in phase train, last seen at \S+faulty_training.py:\d+ \(\S*go_wrong\)",
+        r"training rank 1 on \S+ is stopped in phase train, last seen at \S+faulty_training.py:\d+ \(\S*go_wrong\)",
     ),
     "trainer_raises": (
         *("train raises", "train"),
-        r"trainer rank 1 on \S+ failed in phase train at \S+faulty_training.py:\d+ \(\S*go_wrong\): ValueError: no",
+        r"training rank 1 on \S+ failed in phase train at \S+faulty_training.py:\d+ \(\S*go_wrong\): ValueError: no",
     ),
     "trainer_in_another_phase": (
         *("train elsewhere", "train"),
-        r"hang: phase train, training world: 0 arrived, 1 did not within \S+ s; trainer rank 1 on \S+ ",
+        r"hang: phase train, training world: 0 arrived, 1 did not within \S+ s; training rank 1 on \S+ ",
     ),
     "generation": (
         *("generate 1", "rollout"),
-        r"hang: phase rollout, generation: trainer rank 0-1, rollout rank 0, agent loop worker 0, reward worker 0 "
+        r"hang: phase rollout, generation: training rank 0-1, rollout rank 0, agent loop worker 0, reward worker 0 "
         r"arrived, rollout rank 1 did not within ",
     ),
     "agent_loop_killed": (
@@ -89,13 +89,13 @@ FAULTS = {
     ),
     "reward_hangs": (
         *("reward hangs", "rollout"),
-        r"hang: phase rollout, generation: trainer rank 0-1, rollout rank 0-1, agent loop worker 0 arrived, "
+        r"hang: phase rollout, generation: training rank 0-1, rollout rank 0-1, agent loop worker 0 arrived, "
         r"reward worker 0 did not within \S+ s; reward worker 0 on \S+ is at "
         r"\S+faulty_reward.py:\d+ \(run_in_sandbox\)$",
     ),
     "sync": (
         *("wake_kv_cache 1", "sync"),
-        r"hang: phase sync, the weight sync: trainer rank 1 arrived, rollout rank 1 did not within ",
+        r"hang: phase sync, the weight sync: training rank 1 arrived, rollout rank 1 did not within ",
     ),
     "sleep": (
         *("sleep 1", "sync"),

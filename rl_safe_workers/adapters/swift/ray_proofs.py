@@ -23,12 +23,14 @@ def prove_syncs(waits: RayWaits, *, every: int) -> None:
         every: The setting ``prove_sync_freq``.
     """
     from swift.ray.megatron.checkpoint_engine.manager import CheckpointEngineManager
+    from swift.ray.megatron.grpo_trainer import GRPOTrainer
     from swift.ray.megatron.rollout import vllm_server
 
     from rl_safe_workers.adapters.swift.proved_server import ProvedServer
 
     vllm_server.VllmServer = ProvedServer
     prove_transfers(CheckpointEngineManager, waits, every=every)
+    log_proofs(GRPOTrainer)
 
 
 def prove_transfers(manager: Any, waits: RayWaits, *, every: int) -> None:
@@ -42,6 +44,21 @@ def prove_transfers(manager: Any, waits: RayWaits, *, every: int) -> None:
     manager.__init__ = _with_prover(manager.__init__, waits, every)
     for name in TRANSFERS:
         setattr(manager, name, _proving(getattr(manager, name), waits))
+
+
+def log_proofs(trainer: Any) -> None:
+    """Makes ms-swift log the metrics of a proved sync with those of the next step.
+
+    Args:
+        trainer: The class ``GRPOTrainer`` of the driver.
+    """
+    original = trainer._build_grpo_log_metrics
+
+    @functools.wraps(original)
+    def build_grpo_log_metrics(self: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
+        return {**original(self, *args, **kwargs), **self.ckpt_manager.rl_safe_prover.take_metrics()}
+
+    trainer._build_grpo_log_metrics = build_grpo_log_metrics
 
 
 def _with_prover(original: Callable[..., None], waits: RayWaits, every: int) -> Callable[..., None]:

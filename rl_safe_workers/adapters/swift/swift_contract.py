@@ -11,8 +11,8 @@ from pathlib import Path
 from rl_safe_workers.adapters.host_contract import HostName, HostText, lacking
 from rl_safe_workers.errors import ConfigError
 
-SINCE, UNTIL = "4.3.0", "4.6.0"
-"""The first supported version of ms-swift, and the newest version that we have read."""
+SINCE, UNTIL = "4.3.2", "4.6.0"
+"""The oldest and the newest version of ms-swift that we have read."""
 _UTILS = "swift/megatron/utils/megatron_lm_utils.py"
 _BASE = "swift/megatron/trainers/base.py"
 _SFT = "swift/megatron/pipelines/train/sft.py"
@@ -33,6 +33,7 @@ _EXTENSION = "swift/pipelines/infer/rollout.py"
 _ADAPTER = "swift/ray/megatron/rollout/adapter.py"
 _SENDER = "swift/ray/megatron/rollout/weight_transfer.py"
 _MANAGER = "swift/ray/megatron/checkpoint_engine/manager.py"
+_DRIVER = "swift/ray/megatron/grpo_trainer.py"
 
 NAMES: tuple[HostName, ...] = (
     HostName(
@@ -255,6 +256,12 @@ PROOF_NAMES: tuple[HostName, ...] = (
         parameters=("self",),
         why="in Ray mode: weights are read back after it",
     ),
+    HostName(
+        file=_DRIVER,
+        name="GRPOTrainer._build_grpo_log_metrics",
+        parameters=("self",),
+        why="in Ray mode: takes our metrics, too",
+    ),
 )
 
 PROOF_TEXTS: tuple[HostText, ...] = (
@@ -293,6 +300,12 @@ PROOF_TEXTS: tuple[HostText, ...] = (
         within="CheckpointEngineManager.__init__",
         text="self.rollout_actors = ",
         why="in Ray mode: asked what they hold",
+    ),
+    HostText(
+        file=_DRIVER,
+        within="GRPOTrainer._train_loop",
+        text="extra_metrics=self._build_grpo_log_metrics(",
+        why="in Ray mode: the trainers log what it returns",
     ),
     HostText(
         file=_REPLICA,

@@ -27,7 +27,7 @@ def trace_events(events: Sequence[PhaseEvent]) -> list[dict[str, Any]]:
     processes = {role: number for number, role in enumerate(Role, start=1)}
     origin_s = min((event.start_s for event in events), default=0.0)
     trace = [
-        _name("process_name", f"{role} ranks", pid=processes[role], tid=0)
+        _name("process_name", f"{role.noun}s", pid=processes[role], tid=0)
         for role in Role
         if any(rank_id.role is role for rank_id in ranks)
     ]

@@ -175,7 +175,7 @@ def failure_lines(events: Sequence[PhaseEvent]) -> list[str]:
         if not event.ok:
             failed[event.phase, event.role].append(event)
     return [
-        f"{phase} failed on {role} rank {format_ranks(sorted({stay.rank for stay in stays}))}"
+        f"{phase} failed on {role.noun} {format_ranks(sorted({stay.rank for stay in stays}))}"
         f" after {stays[0].end_s - stays[0].start_s:.2f} s"
         for (phase, role), stays in failed.items()
     ]

@@ -270,7 +270,7 @@ def write_page(found: Mapping[str, Mapping[str, Any]]) -> None:
         lines += ["| fault | host | answer | without it |", "|---|---|---|---|"]
         for name, seen_there in known.items():
             fault = every[name]
-            what = f"{name[:2]}: {fault.role} rank {fault.rank} {ACTS[fault.act]} in {fault.phase}"
+            what = f"{name[:2]}: {fault.who} {ACTS[fault.act]} in {fault.phase}"
             mark = "" if seen_there["score"] == Score.RIGHT else f"**{_said(seen_there['score'])}**: "
             texts = (what, NAMES[name[3:]], mark + seen_there["first_line"], seen_there["without"])
             lines.append("| " + " | ".join(text.replace("|", "/")[:400] for text in texts) + " |")
