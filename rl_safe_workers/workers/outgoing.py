@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -13,7 +13,7 @@ from rl_safe_workers.comms.json_gather import gather_json
 from rl_safe_workers.compat.torch_copies import copy_each
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import OwnWeight
-from rl_safe_workers.rollout.packing import DTYPES, cut, dtype_name, slots_of
+from rl_safe_workers.rollout.packing import DTYPES, cut, dtype_name
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
 from rl_safe_workers.rollout.sent_digests import AT_ONCE_BYTES
 
@@ -32,7 +32,7 @@ class Outgoing:
     mine: frozenset[str]
     is_collective: bool
     """True if some rank needs collectives of the training world to make its weights."""
-    weights: Callable[[Collection[str]], Weights]
+    weights: Callable[[frozenset[str]], Weights]
     """Yields this rank's weights from the start, in the order of ``specs``. May be collective at each item.
 
     The argument is the result of `joined_names`: only these weights may share an item with the weight before them.
@@ -80,10 +80,10 @@ class Outgoing:
             raise WeightSyncError("two training ranks would send the same weight")
         in_order = sorted(own, key=lambda weight: weight.place)
 
-        def weights(joined: Collection[str]) -> Weights:
+        def weights(joined: frozenset[str]) -> Weights:
             for weight in in_order:
-                if weight.parameter is not None and all(map(joined.__contains__, weight.names[1:])):
-                    yield weight.names, weight.parameter.detach()
+                if weight.parameter is not None and (len(weight.names) == 1 or joined.issuperset(weight.names[1:])):
+                    yield weight.names, weight.parameter
                 else:
                     yield from zip(zip(weight.names), weight.make(), strict=True)
 
@@ -94,6 +94,7 @@ class Outgoing:
             weights=weights,
         )
 
+    @torch.no_grad()
     def pack(
         self,
         bucket: Bucket,
@@ -120,40 +121,39 @@ class Outgoing:
             while number < end:
                 number += self._take(bucket, number, weights)[1] if bucket.specs[number].name in self.mine else 1
             return
-        slots = slots_of(bucket)
-        taken: list[torch.Tensor] = []
-        taken_slots: list[int] = []
-        start_bytes = waiting_bytes = 0
+        edges = (*bucket.offsets, bucket.size_bytes)
+        first, taken, slots = 0, [], []
         while number < end:
             tensor, count = self._take(bucket, number, weights)
             taken.append(tensor)
-            taken_slots.append(sum(slots[number : number + count]))
-            waiting_bytes += taken_slots[-1]
+            slots.append(edges[number + count] - edges[number])
             number += count
-            if waiting_bytes > AT_ONCE_BYTES or number == end:
+            if edges[number] - edges[first] > AT_ONCE_BYTES or number == end:
                 if digest is not None:
                     digest(taken)
-                _copy(taken, buffer[start_bytes:][:waiting_bytes], taken_slots)
-                start_bytes, waiting_bytes = start_bytes + waiting_bytes, 0
-                taken.clear()
-                taken_slots.clear()
+                _copy(taken, buffer[edges[first] : edges[number]], slots)
+                first, taken, slots = number, [], []
 
     @staticmethod
     def _take(bucket: Bucket, number: int, weights: Weights) -> tuple[torch.Tensor, int]:
         """Takes the next item. Returns it with the number of weights in it, of which the first is ``number``."""
         spec = bucket.specs[number]
         names, tensor = next(weights, _NOTHING)
-        is_right = names[0] == spec.name and tensor.dtype == DTYPES[spec.dtype]
-        if is_right and len(names) == 1:
-            is_right = tensor.shape == spec.shape
-        elif is_right:
-            is_right = tensor.nbytes == sum(bucket.sizes[number : number + len(names)])
-        if not is_right:
+        count = len(names)
+        if (
+            names[0] != spec.name
+            or tensor.dtype != DTYPES[spec.dtype]
+            or (
+                tensor.shape != spec.shape
+                if count == 1
+                else tensor.nbytes != sum(bucket.sizes[number : number + count])
+            )
+        ):
             raise WeightSyncError(
                 f"weight {', '.join(names)} {dtype_name(tensor.dtype)} {tuple(tensor.shape)} was announced as "
                 f"{spec.name} {spec.dtype} {spec.shape}"
             )
-        return tensor, len(names)
+        return tensor, count
 
 
 def _copy(tensors: Sequence[torch.Tensor], block: torch.Tensor, slots: Sequence[int]) -> None:

@@ -168,7 +168,7 @@ class WeightSync(Part):
                 # Collectives follow. A rank without memory would skip them, and the others would hang.
                 self._agree(failure)
             # Each weight has a digest of its own.
-            weights = self._outgoing.weights(joined if self._digests is None else ())
+            weights = self._outgoing.weights(joined if self._digests is None else frozenset())
             failure = self._send(buckets, weights, buffers, failure)
             self._agree(failure)
             if self._digests is not None:

@@ -89,7 +89,7 @@ def _worker(rank: int, address: StoreAddress, models: Path, layout: Layout) -> W
 
 def _print(weight: torch.Tensor) -> tuple[str, tuple[int, ...], str]:
     # Of a clone, for storage that numpy has seen cannot be offloaded.
-    whole = weight.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    whole = weight.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return dtype_name(weight.dtype), tuple(weight.shape), hashlib.sha256(whole.numpy()).hexdigest()
 
 
@@ -98,12 +98,14 @@ def _prints(weights: Iterable[tuple[str, torch.Tensor]]) -> Prints:
 
 
 def _made(outgoing: Outgoing) -> Prints:
-    return _prints((name, weight) for (name,), weight in outgoing.weights(()))
+    return _prints((name, weight) for (name,), weight in outgoing.weights(frozenset()))
 
 
 def _views(worker: Worker, outgoing: Outgoing) -> set[str]:
     storages = {p.untyped_storage().data_ptr() for chunk in worker.chunks for p in chunk.parameters()}
-    return {name for (name,), weight in outgoing.weights(()) if weight.untyped_storage().data_ptr() in storages}
+    return {
+        name for (name,), weight in outgoing.weights(frozenset()) if weight.untyped_storage().data_ptr() in storages
+    }
 
 
 def _send(outgoing: Outgoing, buckets: list[Bucket], rank: int) -> tuple[Prints, int]:

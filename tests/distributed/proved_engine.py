@@ -98,7 +98,7 @@ class Wire:
 
     def send(self, weights: Weights, on_the_wire: Weights, digest: Digest | None = None) -> None:
         outgoing = outgoing_of(weights)
-        taken = outgoing.weights(())
+        taken = outgoing.weights(frozenset())
         self.buffers = []
         for bucket in self.buckets:
             buffer = torch.zeros(bucket.size_bytes, dtype=torch.uint8)

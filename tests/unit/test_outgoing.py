@@ -75,7 +75,7 @@ def test_the_source_writes_every_weight_bit_for_bit() -> None:
         "scalar": torch.tensor(2**53 + 1, dtype=torch.int64),
     }
     made = outgoing(weights)
-    buffer = packed(made, only_bucket(made), made.weights(()), training_rank=0)
+    buffer = packed(made, only_bucket(made), made.weights(frozenset()), training_rank=0)
     for name, tensor in unpack(only_bucket(made), buffer):
         expected = weights[name].contiguous()
         assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
@@ -85,7 +85,7 @@ def test_the_source_writes_every_weight_bit_for_bit() -> None:
 def test_buckets_take_the_weights_one_after_the_other() -> None:
     weights = {name: torch.full((4,), float(number)) for number, name in enumerate("abc")}
     made = outgoing(weights)
-    left, received = made.weights(()), {}
+    left, received = made.weights(frozenset()), {}
     for bucket in plan_buckets(made.specs, bucket_bytes=16):
         received.update(unpack(bucket, packed(made, bucket, left, training_rank=0)))
     assert {name: tensor[0].item() for name, tensor in received.items()} == {"a": 0.0, "b": 1.0, "c": 2.0}
@@ -94,7 +94,7 @@ def test_buckets_take_the_weights_one_after_the_other() -> None:
 
 def test_a_rank_that_helps_the_source_takes_its_weights_but_leaves_the_buffer() -> None:
     made = outgoing(ones("a", "b"), source=1)
-    left = made.weights(())
+    left = made.weights(frozenset())
     buffer = packed(made, only_bucket(made), left, training_rank=0)
     assert buffer.eq(MARK).all()
     assert next(left, None) is None
@@ -102,7 +102,7 @@ def test_a_rank_that_helps_the_source_takes_its_weights_but_leaves_the_buffer() 
 
 def test_a_rank_without_the_weights_of_a_bucket_makes_room_and_takes_none() -> None:
     made, theirs = outgoing(ones("a")), outgoing(ones("b", "c"), source=1)
-    left = made.weights(())
+    left = made.weights(frozenset())
     buffer = packed(made, only_bucket(theirs), left, training_rank=0)
     assert (buffer.dtype, len(buffer)) == (torch.uint8, 32)
     assert buffer.eq(MARK).all()
@@ -138,7 +138,7 @@ def test_an_export_that_brings_all_to_all_is_sent_by_rank_0() -> None:
     made = Outgoing.of_all(lambda: iter(weights.items()))
     assert made.specs == (spec("a", weights["a"]), spec("b", weights["b"]))
     assert made.mine == {"a", "b"}
-    assert [names for _ in range(2) for names, _ in made.weights(())] == [("a",), ("b",)] * 2
+    assert [names for _ in range(2) for names, _ in made.weights(frozenset())] == [("a",), ("b",)] * 2
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_a_rank_yields_its_own_in_the_order_in_which_they_are_sent(tell: Tell) -
     made = tell(0, weights)
     for _ in range(2):
         assert (
-            [name for names, _ in made.weights(()) for name in names]
+            [name for names, _ in made.weights(frozenset()) for name in names]
             == [spec.name for spec in made.specs]
             == ["a", "b.0", "b.1", "b.2", "c"]
         )
