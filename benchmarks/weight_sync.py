@@ -1,4 +1,4 @@
-"""Times weight syncs into vLLM on two GPUs, with and without proof: of 18,720 tensors, and of a 2 B model.
+"""Times weight syncs into vLLM on two GPUs, with and without proof: of 18,720 tensors, and of a 5 B model.
 
 A sync between two GPUs is compared with a broadcast of as many bytes. A sync within each of two GPUs, which trainers
 and engines share, is compared with a copy of as many bytes. The first update of an engine goes through vLLM's own
@@ -29,7 +29,7 @@ from rl_safe_workers.lifecycle import Phase
 MANY = SeededModelConfig(num_hidden_layers=48, num_experts=128, num_experts_per_tok=4)
 """A model of 48 layers with 128 experts: 18,720 small tensors."""
 MODELS: Mapping[str, SeededModelConfig] = {
-    "2 B": LARGE.model_copy(update={"num_hidden_layers": 6}),
+    "5 B": LARGE.model_copy(update={"num_hidden_layers": 16}),
     "48 x 128 experts": MANY,
 }
 GPUS, STEPS, ROUNDS = 2, 6, 5
@@ -37,7 +37,7 @@ SYNC = phase_seconds_name(Phase.SYNC)
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
-    """Syncs both models between two GPUs and within them. Takes about eight minutes.
+    """Syncs both models between two GPUs and within them. Takes about twelve minutes.
 
     Raises:
         ResourceError: If there are fewer than two GPUs.
