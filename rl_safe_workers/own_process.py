@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import os
 import signal
 import sys
-import threading
 from pathlib import Path
 
 _START = (
     "import json, runpy, sys; path, module = sys.argv[1:3]; del sys.argv[1:3]; sys.path[:] = json.loads(path); "
     "runpy.run_module(module, run_name='__main__', alter_sys=True)"
 )
-_ANNOUNCED_S = 5.0
-"""Seconds by which stderr says in advance that this process is ended."""
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -38,9 +34,8 @@ def end_within(seconds: float) -> None:
     """Gives this process some time to end, then ends it with exit code 1. Call it on the main thread.
 
     A library may hold up the end of a Python process, such as a pool whose worker was killed. So may a stdout that
-    nobody reads. After the given time, stderr gets the line of code of each thread, under faulthandler's own head
-    ``Timeout (0:00:30)!``. A line before that says what these stacks are, if Python threads still run then. If nobody
-    reads stderr either, the kernel ends the process by SIGALRM five seconds later.
+    nobody reads. After the given time, stderr gets the line of code of each thread. If nobody reads stderr either, the
+    kernel ends the process by SIGALRM five seconds later.
 
     Args:
         seconds: Longest time until the end.
@@ -49,8 +44,3 @@ def end_within(seconds: float) -> None:
     faulthandler.dump_traceback_later(seconds, exit=True)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds + 5.0)
-    left = min(seconds, _ANNOUNCED_S)
-    line = f"rl-safe: the run is over, but its process does not exit: it is ended in {left:g} s; see its stacks below\n"
-    announcing = threading.Timer(seconds - left, os.write, (sys.stderr.fileno(), line.encode()))
-    announcing.daemon = True
-    announcing.start()

@@ -88,6 +88,34 @@ class Standstill:
         return now_s - self._since_s
 
 
+class Looks:
+    """Looks for dead engines from time to time, on a thread, because Ray may take any time to answer."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        """Has not looked yet; ``look`` raises a `RunError` that names what it has found."""
+        self._look = look
+        self._begun: Background[None] | None = None
+        self._next = Deadline.after(_LOOK_S)
+
+    def check(self) -> None:
+        """Begins a look when it is time, or ends the one that has begun. Does not wait.
+
+        Raises:
+            RunError: If the look that ends has found a dead engine.
+        """
+        if self._begun is None:
+            if self._next.expired:
+                self._begun = Background(self._look, name="looking for dead engines")
+        elif self._begun.is_done:
+            begun, self._begun, self._next = self._begun, None, Deadline.after(_LOOK_S)
+            try:
+                begun.wait(Deadline.after(0))
+            except RunError:
+                raise
+            except Exception as error:
+                logger.warning("could not look for dead engines: %s", last_line(error))
+
+
 class DriverWaits:
     """Puts the driver's waits under deadlines. When a wait fails, finds the processes that do not answer.
 
@@ -210,16 +238,14 @@ class DriverWaits:
         calls: Sequence[Any],
     ) -> T:
         standstill = Standstill()
-        next_look = Deadline.after(_LOOK_S)
+        looks = self.looks(phase, what)
 
         def check() -> None:
-            nonlocal next_look
             waited_s = standstill.seconds(progress())
             if waited_s >= limit_s:
                 raise self.late(phase, what, waited_s, calls=calls)
-            if phase in _SERVED and next_look.expired:
-                self.check_alive(phase, what, roles={Role.ROLLOUT})
-                next_look = Deadline.after(_LOOK_S)
+            if phase in _SERVED:
+                looks.check()
 
         def run() -> T:
             self._bounding.here = True
@@ -270,6 +296,10 @@ class DriverWaits:
             setting=f"rl_safe.timeouts.{phase}",
             detail="; ".join(filter(None, (detail, _told(silent) or "every process that was asked answers"))),
         )
+
+    def looks(self, phase: str, what: str) -> Looks:
+        """Returns looks for dead engines; the arguments are those of `check_alive`."""
+        return Looks(lambda: self.check_alive(phase, what, roles={Role.ROLLOUT}))
 
     def check_alive(self, phase: str, what: str, *, roles: Collection[Role] = frozenset(Role)) -> None:
         """Raises if Ray's table of actors shows a dead process of the job. Asks no process. Takes milliseconds.

@@ -142,11 +142,15 @@ def _views(weights: Sequence[torch.Tensor], parameter: torch.Tensor) -> list[_Vi
 
 
 def _is_all_of(parameter: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
-    """Returns True if a parameter's memory is exactly these weights, one after another. A single one has its shape."""
+    """Returns True if a parameter's memory is exactly these weights, one after another.
+
+    A parameter that is one weight must also have that weight's shape.
+    """
     address = parameter.data_ptr()
     for weight in weights:
         if weight.data_ptr() != address or not weight.is_contiguous():
             return False
         address += weight.nbytes
-    is_all = parameter.is_contiguous() and address == parameter.data_ptr() + parameter.nbytes
-    return is_all and (len(weights) > 1 or weights[0].shape == parameter.shape)
+    if not parameter.is_contiguous() or address != parameter.data_ptr() + parameter.nbytes:
+        return False
+    return len(weights) != 1 or weights[0].shape == parameter.shape

@@ -50,7 +50,7 @@ def slots_of(bucket: Bucket) -> list[int]:
     return [end - start for start, end in pairwise((*bucket.offsets, bucket.size_bytes))]
 
 
-def joined_names(buckets: Iterable[Bucket]) -> frozenset[str]:
+def adjacent_names(buckets: Iterable[Bucket]) -> frozenset[str]:
     """Returns the names of weights that follow the weight before them in its bucket, without padding between them."""
     return frozenset(
         spec.name

@@ -17,7 +17,7 @@ from rl_safe_workers.rollout.packing import DTYPES, cut, dtype_name
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
 from rl_safe_workers.rollout.sent_digests import AT_ONCE_BYTES
 
-Weights = Iterator[tuple[tuple[str, ...], torch.Tensor]]
+Items = Iterator[tuple[tuple[str, ...], torch.Tensor]]
 """Yields a tensor with its name, or a tensor whose memory is several weights, one after another, with their names."""
 Digest = Callable[[Sequence[torch.Tensor]], None]
 
@@ -32,10 +32,10 @@ class Outgoing:
     mine: frozenset[str]
     is_collective: bool
     """True if some rank needs collectives of the training world to make its weights."""
-    weights: Callable[[frozenset[str]], Weights]
+    weights: Callable[[frozenset[str]], Items]
     """Yields this rank's weights from the start, in the order of ``specs``. May be collective at each item.
 
-    The argument is the result of `joined_names`: only these weights may share an item with the weight before them.
+    The argument is the result of `adjacent_names`: only these weights may share an item with the weight before them.
     """
 
     @classmethod
@@ -56,7 +56,7 @@ class Outgoing:
     def of_own(cls, own: Sequence[OwnWeight], *, training_rank: int) -> Outgoing:
         """Uses the weights that each rank makes from its own parameters. Collective over: the training world.
 
-        Weights of one kind, such as one matrix of all experts of a layer, are sent together, in the order of their
+        Items of one kind, such as one matrix of all experts of a layer, are sent together, in the order of their
         sending ranks. vLLM holds them in one tensor, and a layer waits for all of them.
 
         Raises:
@@ -80,10 +80,14 @@ class Outgoing:
             raise WeightSyncError("two training ranks would send the same weight")
         in_order = sorted(own, key=lambda weight: weight.place)
 
-        def weights(joined: frozenset[str]) -> Weights:
+        def weights(adjacent: frozenset[str]) -> Items:
             for weight in in_order:
-                if weight.parameter is not None and (len(weight.names) == 1 or joined.issuperset(weight.names[1:])):
-                    yield weight.names, weight.parameter
+                parameter = weight.parameter
+                if parameter is not None and (len(weight.names) == 1 or adjacent.issuperset(weight.names[1:])):
+                    if parameter.untyped_storage().nbytes() < parameter.nbytes:
+                        # A copy from it would end the process. torch checks this only when it makes a view.
+                        raise WeightSyncError(f"weight {weight.names[0]}: the memory of its parameter is freed")
+                    yield weight.names, parameter
                 else:
                     yield from zip(zip(weight.names), weight.make(), strict=True)
 
@@ -98,7 +102,7 @@ class Outgoing:
     def pack(
         self,
         bucket: Bucket,
-        weights: Weights,
+        weights: Items,
         buffer: torch.Tensor,
         *,
         training_rank: int,
@@ -135,20 +139,13 @@ class Outgoing:
                 first, taken, slots = number, [], []
 
     @staticmethod
-    def _take(bucket: Bucket, number: int, weights: Weights) -> tuple[torch.Tensor, int]:
+    def _take(bucket: Bucket, number: int, weights: Items) -> tuple[torch.Tensor, int]:
         """Takes the next item. Returns it with the number of weights in it, of which the first is ``number``."""
         spec = bucket.specs[number]
         names, tensor = next(weights, _NOTHING)
         count = len(names)
-        if (
-            names[0] != spec.name
-            or tensor.dtype != DTYPES[spec.dtype]
-            or (
-                tensor.shape != spec.shape
-                if count == 1
-                else tensor.nbytes != sum(bucket.sizes[number : number + count])
-            )
-        ):
+        fits = tensor.nbytes == sum(bucket.sizes[number : number + count]) and (count > 1 or tensor.shape == spec.shape)
+        if names[0] != spec.name or tensor.dtype != DTYPES[spec.dtype] or not fits:
             raise WeightSyncError(
                 f"weight {', '.join(names)} {dtype_name(tensor.dtype)} {tuple(tensor.shape)} was announced as "
                 f"{spec.name} {spec.dtype} {spec.shape}"

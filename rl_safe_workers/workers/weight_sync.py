@@ -16,11 +16,11 @@ from rl_safe_workers.errors import LifecycleError, WeightSyncError, first_line, 
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.ranks import format_ranks, joint_ids, trainer_id
-from rl_safe_workers.rollout.packing import joined_names
+from rl_safe_workers.rollout.packing import adjacent_names
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.rollout.sent_digests import SentDigests
 from rl_safe_workers.rollout.sync_proof import SentWeights
-from rl_safe_workers.workers.outgoing import Outgoing, Weights
+from rl_safe_workers.workers.outgoing import Items, Outgoing
 from rl_safe_workers.workers.world_entry import WorldEntry
 from rl_safe_workers.worlds.gpu_pair import GpuPair
 from rl_safe_workers.worlds.joint_group import JointGroup, forget_joint_groups, joint_world
@@ -60,7 +60,7 @@ class WeightSync(Part):
         self._colocated = False
         self._outgoing: Outgoing | None = None
         self._buckets: dict[int, tuple[list[Bucket], frozenset[str]]] = {}
-        """Buckets and their `joined_names`, by ``bucket_bytes``."""
+        """Buckets and their `adjacent_names`, by ``bucket_bytes``."""
 
     def join(
         self,
@@ -161,14 +161,14 @@ class WeightSync(Part):
             self.sent, self._digests = _NOT_PROVED, SentDigests() if prove else None
             if bucket_bytes not in self._buckets:
                 planned = plan_buckets(self._outgoing.specs, bucket_bytes=bucket_bytes)
-                self._buckets[bucket_bytes] = planned, joined_names(planned)
-            buckets, joined = self._buckets[bucket_bytes]
+                self._buckets[bucket_bytes] = planned, adjacent_names(planned)
+            buckets, adjacent = self._buckets[bucket_bytes]
             failure, buffers = self._bucket_buffers(max((bucket.size_bytes for bucket in buckets), default=0))
             if self._colocated or self._outgoing.is_collective:
                 # Collectives follow. A rank without memory would skip them, and the others would hang.
                 self._agree(failure)
             # Each weight has a digest of its own.
-            weights = self._outgoing.weights(joined if self._digests is None else frozenset())
+            weights = self._outgoing.weights(adjacent if self._digests is None else frozenset())
             failure = self._send(buckets, weights, buffers, failure)
             self._agree(failure)
             if self._digests is not None:
@@ -185,7 +185,7 @@ class WeightSync(Part):
             return Failure(text, foreign=foreign_cause(error)), []
 
     def _send(
-        self, buckets: list[Bucket], weights: Weights, buffers: list[torch.Tensor], failure: Failure | None
+        self, buckets: list[Bucket], weights: Items, buffers: list[torch.Tensor], failure: Failure | None
     ) -> Failure | None:
         """Sends all buckets; returns the failure, or None. Goes on after a failure, so that no other rank hangs."""
         group = self.joint_group
@@ -224,7 +224,7 @@ class WeightSync(Part):
             failure = self._flush(group, on_its_way)
         return failure
 
-    def _pack(self, bucket: Bucket, weights: Weights, buffer: torch.Tensor) -> Failure | None:
+    def _pack(self, bucket: Bucket, weights: Items, buffer: torch.Tensor) -> Failure | None:
         assert self._outgoing is not None, "send_weights has checked this"
         try:
             digest = None if self._digests is None else self._digests.add

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from rl_safe_workers.rollout.packing import dtype_name, joined_names, unpack
+from rl_safe_workers.rollout.packing import adjacent_names, dtype_name, unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.workers.outgoing import Outgoing
 from rl_safe_workers.worlds.address import StoreAddress
@@ -65,6 +65,8 @@ class Seen:
     exported: Prints
     made: Prints
     """Prints of the weights that this rank takes part in making."""
+    together: set[tuple[str, ...]]
+    """Names of weights that were taken as one item, where no bucket ends."""
     views: set[str]
     """Names of those that share their storage with a parameter."""
     received: Prints
@@ -110,7 +112,7 @@ def _views(worker: Worker, outgoing: Outgoing) -> set[str]:
 
 def _send(outgoing: Outgoing, buckets: list[Bucket], rank: int) -> tuple[Prints, int]:
     """Sends all buckets to all trainers; returns what arrived, and how many weights were not sent."""
-    weights, received = outgoing.weights(joined_names(buckets)), []
+    weights, received = outgoing.weights(adjacent_names(buckets)), []
     for bucket in buckets:
         buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8)
         outgoing.pack(bucket, weights, buffer, training_rank=rank)
@@ -137,9 +139,11 @@ def see(rank: int, address: StoreAddress, models: Path, layout: Layout) -> Seen:
     received, left_over = _send(outgoing, buckets, rank)
     _double(worker)
     moved_exported, moved_made = _prints(worker.export_hf_weights()), _made(outgoing)
+    (whole,) = plan_buckets([replace(spec, source=0) for spec in outgoing.specs], bucket_bytes=2**40)
     worker.offload()
     worker.onload()
     onloaded_made, ep_rank = _made(outgoing), parallel_state.get_expert_model_parallel_rank()
+    together = {names for names, _ in outgoing.weights(adjacent_names([whole])) if len(names) > 1}
     assert worker.teardown() == {}
     return Seen(
         specs=outgoing.specs,
@@ -147,6 +151,7 @@ def see(rank: int, address: StoreAddress, models: Path, layout: Layout) -> Seen:
         mine=outgoing.mine,
         exported=exported,
         made=made,
+        together=together,
         views=views,
         received=received,
         left_over=left_over,

@@ -113,6 +113,13 @@ def test_without_tensor_parallelism_only_fused_projections_are_copied(
         assert rank.mine - rank.views == {weight for weight in rank.mine if any(part in weight for part in QKV)}
 
 
+@pytest.mark.parametrize("name", WITHOUT_TENSOR_PARALLELISM)
+def test_gate_and_up_of_each_layer_and_expert_are_taken_together(name: str, seen_in: dict[str, list[Seen]]) -> None:
+    for rank in seen_in[name]:
+        gates = {weight for weight in rank.mine if "gate_proj" in weight}
+        assert rank.together == {(gate, gate.replace("gate_proj", "up_proj")) for gate in gates}
+
+
 def test_tensor_parallelism_gathers_nothing_that_it_does_not_split(seen_in: dict[str, list[Seen]]) -> None:
     for rank in seen_in["tp2_ep2"]:
         split = {weight for weight in rank.mine if any(part in weight for part in (*QKV, *SPLIT))}

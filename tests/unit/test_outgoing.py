@@ -12,7 +12,7 @@ import torch
 
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import OwnWeight
-from rl_safe_workers.rollout.packing import dtype_name, joined_names, unpack
+from rl_safe_workers.rollout.packing import adjacent_names, dtype_name, unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.workers.outgoing import Outgoing
 
@@ -223,9 +223,9 @@ def test_weights_of_a_parameter_are_taken_together_unless_a_bucket_ends_between_
     fused: Outgoing, bucket_bytes: int, items: list[tuple[str, ...]]
 ) -> None:
     buckets = plan_buckets(fused.specs, bucket_bytes=bucket_bytes)
-    joined = joined_names(buckets)
-    assert [names for names, _ in fused.weights(joined)] == items
-    left = fused.weights(joined)
+    adjacent = adjacent_names(buckets)
+    assert [names for names, _ in fused.weights(adjacent)] == items
+    left = fused.weights(adjacent)
     received: Weights = {}
     for bucket in buckets:
         received.update(unpack(bucket, packed(fused, bucket, left, training_rank=0)))
@@ -237,7 +237,7 @@ def test_weights_with_padding_between_them_are_not_taken_together(tell: Tell) ->
     weights = own((0, 0, 0), {"a": both[:3], "b": both[3:]})
     made = tell(0, [dataclasses.replace(weights, parameter=both)])
     bucket = only_bucket(made)
-    left = made.weights(joined_names([bucket]))
+    left = made.weights(adjacent_names([bucket]))
     received = dict(unpack(bucket, packed(made, bucket, left, training_rank=0)))
     assert [received[name].tolist() for name in "ab"] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 
@@ -246,3 +246,11 @@ def test_an_item_must_have_as_many_bytes_as_its_weights() -> None:
     made = outgoing(ones("a", "b"))
     with pytest.raises(WeightSyncError, match=r"^weight a, b float32 \(5,\) was announced as a float32 \(2,\)$"):
         packed(made, only_bucket(made), iter([(("a", "b"), torch.ones(5))]), training_rank=0)
+
+
+def test_a_parameter_whose_memory_is_freed_is_refused(tell: Tell) -> None:
+    weight = torch.ones(4)
+    made = tell(0, [dataclasses.replace(own((0, 0, 0), {"a": weight}), parameter=weight)])
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(WeightSyncError, match="^weight a: the memory of its parameter is freed$"):
+        packed(made, only_bucket(made), made.weights(frozenset()), training_rank=0)

@@ -23,13 +23,14 @@ from verl.workers.config import CheckpointEngineConfig
 from verl.workers.rollout.replica import RolloutReplica
 
 from rl_safe_workers.adapters import driver_waits
-from rl_safe_workers.adapters.driver_waits import DriverWaits
+from rl_safe_workers.adapters.driver_waits import DriverWaits, Party
 from rl_safe_workers.adapters.verl import trainers
 from rl_safe_workers.adapters.verl.agent_loops import remembering
 from rl_safe_workers.adapters.verl.guarded_objects import guarded_samples
 from rl_safe_workers.adapters.verl.settings import VerlTimeouts
 from rl_safe_workers.adapters.verl.trainers import SafeTrainerMixin
 from rl_safe_workers.errors import PhaseTimeoutError, Raised, RankError, RunError
+from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, Role, trainer_id
 from tests.verl.test_hydra import ON, composed
 
@@ -174,6 +175,50 @@ def test_a_rollout_process_that_has_died_is_named_before_the_deadline_while_a_tr
         trainer.checkpoint_manager.update_weights()
     assert caught.value.culprit == RankId(Role.ROLLOUT, 0)
     assert not isinstance(caught.value, PhaseTimeoutError)
+
+
+@pytest.mark.usefixtures("_cluster")
+@pytest.mark.parametrize(
+    ("phase", "rank_id"),
+    [(Phase.SAVE, RankId(Role.ROLLOUT, 0)), (Phase.SYNC, trainer_id(0))],
+    ids=["a dead engine in a save", "a dead training rank in a sync"],
+)
+def test_a_look_ends_no_wait_for_another_death(phase: Phase, rank_id: RankId, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_waits, "_LOOK_S", 0.2)
+    actor = _Server.remote()
+    os.kill(ray.get(actor.pid.remote()), signal.SIGKILL)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(actor.pid.remote())
+    party = Party("the dead", rank_id, actor, actor.pid.remote)
+    waits = DriverWaits(TIMEOUTS, lambda: [party])
+    with pytest.raises(RunError, match="the dead has died"):
+        waits.check_alive(phase, "the work")
+    assert waits.bounded(phase, "the work", lambda: time.sleep(1.5) or "done") == "done"
+
+
+@pytest.mark.usefixtures("_cluster")
+def test_a_deadline_passes_in_time_if_ray_does_not_answer_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_waits, "_LOOK_S", 0.2)
+    monkeypatch.setattr(driver_waits, "actor_table", lambda: time.sleep(60))
+    actor = _Server.remote()
+    party = Party("the engine", RankId(Role.ROLLOUT, 0), actor, actor.pid.remote)
+    waits = DriverWaits(TIMEOUTS, lambda: [party])
+    error, waited_s = _late(lambda: waits.bounded(Phase.SYNC, "the sync", lambda: time.sleep(60), workers_first=False))
+    assert error.phase == "sync"
+    assert waited_s < TIMEOUTS.sync + LIMIT_S
+
+
+@pytest.mark.usefixtures("_cluster")
+def test_a_look_that_fails_ends_no_wait(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> None:
+        raise ValueError("no table")
+
+    monkeypatch.setattr(driver_waits, "_LOOK_S", 0.2)
+    monkeypatch.setattr(driver_waits, "actor_table", broken)
+    party = Party("the engine", RankId(Role.ROLLOUT, 0), _Server.remote(), lambda: None)
+    waits = DriverWaits(TIMEOUTS, lambda: [party])
+    assert waits.bounded(Phase.SYNC, "the sync", lambda: time.sleep(1.5) or "done") == "done"
+    assert "could not look for dead engines: no table" in caplog.text
 
 
 @pytest.mark.usefixtures("_cluster")

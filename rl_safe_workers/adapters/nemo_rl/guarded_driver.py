@@ -363,6 +363,7 @@ class _Polls:
 
     def __init__(self, waits: DriverWaits) -> None:
         self._waits, self._standstill = waits, Standstill()
+        self._looks = waits.looks(Phase.ROLLOUT, "generation")
         self._answers: list[int] = []
         """Numbers in the answers since the last pause, such as the number of prompts with all their responses."""
 
@@ -393,7 +394,9 @@ class _Polls:
 
         Raises:
             PhaseTimeoutError: If the answers have not changed within the timeout of generation.
+            RunError: If an engine has died.
         """
+        self._looks.check()
         answers, self._answers = tuple(self._answers), []
         waited_s = self._standstill.seconds(answers)
         if waited_s >= self._waits.timeout_s(Phase.ROLLOUT):
