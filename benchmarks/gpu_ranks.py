@@ -80,6 +80,7 @@ class Ranks:
 def _traced(name: str) -> Iterator[None]:
     """Writes what torch's profiler sees in the body as a trace, which Perfetto shows."""
     assert TRACES is not None, "the caller has asked"
+    Path(TRACES).mkdir(parents=True, exist_ok=True)
     with torch.profiler.profile() as profile:
         yield
     profile.export_chrome_trace(str(Path(TRACES) / f"{name}.json.gz"))

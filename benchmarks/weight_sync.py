@@ -71,6 +71,7 @@ def _between(model: str, common: Sequence[str], report: Callable[[str], None]) -
         gpu_row(f"{model}, 1 to 1: sync, against a broadcast", "GiB/s", rates[0], at_least(0.9), rates[1]),
         gpu_row(f"{model}, 1 to 1: a later sync, against the first", "s", found["sync"], at_most(0.2),
                 found["first_sync"]),
+        gpu_row(f"{model}, 1 to 1: launches of the copies into buckets", "s", found["pack_launches"], at_most(9e9)),
     ]  # fmt: skip
 
 

@@ -289,6 +289,17 @@ def test_polls_end_once_no_response_has_ended_for_the_timeout(ends) -> None:
     assert TIMEOUTS.rollout <= error.waited_s < waited_s < TIMEOUTS.rollout + LIMIT_S
 
 
+def test_polls_end_when_an_engine_has_died(ends, monkeypatch) -> None:
+    monkeypatch.setattr(driver_waits, "_LOOK_S", 0.2)
+    engine = _started()
+    module, _ = _guarded(ends, [_started()], [engine])
+    ray.kill(engine)
+    # The collector's answers change all the time.
+    with pytest.raises(RunError, match="^generation: rollout engine 0 has died$") as caught:
+        module.wait_for_batch(_started(), list(range(100)), ready=1000)
+    assert caught.value.culprit == RankId(Role.ROLLOUT, 0)
+
+
 def test_polls_go_on_as_long_as_responses_end(ends) -> None:
     module, _ = _guarded(ends, [], [])
     started_s = time.monotonic()
