@@ -17,7 +17,7 @@ import torch
 from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.errors import PhaseTimeoutError, WeightSyncError, first_line
 from rl_safe_workers.rollout.protocol import Bucket
-from rl_safe_workers.workers.outgoing import Outgoing, Weights
+from rl_safe_workers.workers.outgoing import Items, Outgoing
 from rl_safe_workers.worlds import gpu_pair
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.joint_group import joint_world
@@ -141,7 +141,7 @@ def test_a_trainer_that_has_left_its_pair_fails_all_trainers_at_once(run: Run) -
 def _cannot_take(worker: Worker, patch: pytest.MonkeyPatch) -> None:
     number, take = count(1), Outgoing._take
 
-    def failing(bucket: Bucket, first: int, weights: Weights) -> tuple[torch.Tensor, int]:
+    def failing(bucket: Bucket, first: int, weights: Items) -> tuple[torch.Tensor, int]:
         if next(number) == 6:
             raise WeightSyncError("weight a was announced as b")
         return take(bucket, first, weights)
