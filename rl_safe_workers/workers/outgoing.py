@@ -56,7 +56,7 @@ class Outgoing:
     def of_own(cls, own: Sequence[OwnWeight], *, training_rank: int) -> Outgoing:
         """Uses the weights that each rank makes from its own parameters. Collective over: the training world.
 
-        Items of one kind, such as one matrix of all experts of a layer, are sent together, in the order of their
+        Weights of one kind, such as one matrix of all experts of a layer, are sent together, in the order of their
         sending ranks. vLLM holds them in one tensor, and a layer waits for all of them.
 
         Raises:
