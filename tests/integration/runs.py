@@ -185,10 +185,19 @@ def marked_processes(mark: str) -> list[psutil.Process]:
 
 
 def is_in_use(path: Path) -> bool:
-    """Returns True if some process has a file of shared memory open or mapped. It is then another run's."""
+    """Returns True if some process has a file of shared memory open or mapped. It is then another run's.
+
+    Mappings are told by their inode. glibc makes a named semaphore under another name, maps it, links it to its own
+    name, and unlinks the other; the mapping keeps the other name.
+    """
+    try:
+        inode = str(path.stat().st_ino)
+    except FileNotFoundError:
+        return False
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # gone meanwhile
-            if str(path) in (process / "maps").read_text():
+            mapped = (line.split(maxsplit=5) for line in (process / "maps").read_text().splitlines())
+            if any(fields[4] == inode and fields[5].startswith(f"{SHARED_MEMORY}/") for fields in mapped if fields[5:]):
                 return True
             if any(descriptor.readlink() == path for descriptor in (process / "fd").iterdir()):
                 return True
