@@ -7,10 +7,16 @@ change stays unnoticed with a probability of about 2 ** -32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from rl_safe_workers.errors import in_one_line
+
+logger = logging.getLogger(__name__)
 
 _AT_ONCE = {"cpu": 2**14, "cuda": 2**22}
 """Number of words that are mixed at a time. Each takes some 30 bytes during the mixing. On a CPU they fit its cache,
@@ -18,11 +24,7 @@ and torch uses one thread for so few. On a busy machine, several threads would t
 WORD_BYTES = 4
 
 
-def _signed(constant: int) -> int:
-    return constant - 2**32 if constant >= 2**31 else constant
-
-
-_PLACE, _FIRST, _SECOND = map(_signed, (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35))
+PLACE, FIRST, SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
 """Odd factors: one spreads the places, the others are those of MurmurHash3's last steps."""
 
 
@@ -45,6 +47,9 @@ class Span:
 def digests(tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None) -> torch.Tensor:
     """Returns the digest of each tensor: int64, ``[len(tensors)]``, on their device. Does not wait for a GPU.
 
+    On a GPU, one kernel takes the digests of all tensors; see `digest_kernel`. Without Triton or a C compiler it goes
+    by torch's operations, which take longer.
+
     A digest depends on the bytes and their order. It depends on neither the shape, nor the dtype, nor the strides.
 
     Args:
@@ -55,9 +60,11 @@ def digests(tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None
     if not tensors:
         return torch.empty(0, dtype=torch.int64)
     device = tensors[0].device
+    spans = [Span()] * len(tensors) if spans is None else spans
+    if device.type == "cuda" and (kernel := _kernel(device)) is not None:
+        return kernel(tensors, spans)
     found = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     at_once = _AT_ONCE.get(device.type, _AT_ONCE["cuda"])
-    spans = [Span()] * len(tensors) if spans is None else spans
     alike: dict[Span, list[int]] = {}
     for number, span in enumerate(spans):
         # With a single run, the places only shift, by a different amount for each tensor.
@@ -76,6 +83,19 @@ def digests(tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None
     return found
 
 
+@functools.cache
+def _kernel(device: torch.device) -> Callable[[Sequence[torch.Tensor], Sequence[Span]], torch.Tensor] | None:
+    """Returns the function that takes digests by a kernel; None if the kernel cannot be built on this machine."""
+    try:
+        from rl_safe_workers.rollout.digest_kernel import digests_of
+
+        digests_of([torch.zeros(1, device=device)], [Span()])
+    except Exception as error:  # Triton raises what its compiler raises
+        logger.warning("digests of weights take longer, because their kernel cannot be built: %s", in_one_line(error))
+        return None
+    return digests_of
+
+
 def _batches(
     tensors: Sequence[torch.Tensor], at_once: int
 ) -> Iterator[tuple[list[int], list[torch.Tensor], list[int]]]:
@@ -85,7 +105,7 @@ def _batches(
     starts: list[int] = []
     room = at_once
     for number, tensor in enumerate(tensors):
-        words = _words(tensor)
+        words = words_of(tensor)
         start = 0
         while start < len(words):
             part = words[start : start + room]
@@ -100,7 +120,8 @@ def _batches(
         yield numbers, parts, starts
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
+def words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the memory of a tensor in row-major order as int32 words, the last one filled up with zeros."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if len(flat) % WORD_BYTES:
         flat = torch.nn.functional.pad(flat, (0, -len(flat) % WORD_BYTES))
@@ -129,9 +150,13 @@ def _sums(mixed: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     return torch.diff(totals, prepend=totals.new_zeros(1))
 
 
+def _signed(constant: int) -> int:
+    return constant - 2**32 if constant >= 2**31 else constant
+
+
 def _mixed(words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    mixed = places.mul_(_PLACE).bitwise_xor_(words)
+    mixed = places.mul_(_signed(PLACE)).bitwise_xor_(words)
     # torch shifts in copies of the sign bit. The mask clears them.
-    mixed.bitwise_xor_((mixed >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST)
-    mixed.bitwise_xor_((mixed >> 13).bitwise_and_(0x7FFFF)).mul_(_SECOND)
+    mixed.bitwise_xor_((mixed >> 16).bitwise_and_(0xFFFF)).mul_(_signed(FIRST))
+    mixed.bitwise_xor_((mixed >> 13).bitwise_and_(0x7FFFF)).mul_(_signed(SECOND))
     return mixed.bitwise_xor_((mixed >> 16).bitwise_and_(0xFFFF))

@@ -1,0 +1,54 @@
+"""Runs the kernel of digests in Triton's interpreter, or compiles it, and prints JSON: ``kernel_digests.py interpret``.
+
+It is a process of its own, because Triton decides once whether it interprets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+COMPILED_FOR = ("cuda", 90, 32)
+
+
+def interpreted() -> dict[str, int]:
+    """Returns the sum of the digests of each case: of each alone, and of all in one launch."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from rl_safe_workers.rollout.digest_kernel import digests_of
+    from tests.digest_cases import cases
+
+    found, at_once = {}, [(name, *pair) for name, case in cases().items() for pair in zip(*case[:2], strict=True)]
+    together = digests_of([tensor for _, tensor, _ in at_once], [span for _, _, span in at_once])
+    for name, case in cases().items():
+        found[name] = int(digests_of(case.tensors, case.spans).sum())
+        chosen = [number for number, (of, _, _) in enumerate(at_once) if of == name]
+        found[f"{name}, with all others"] = int(together[chosen].sum())
+    return found
+
+
+def compiled() -> dict[str, int]:
+    """Returns the number of loads of 16 bytes in the code of each variant of the kernel."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from rl_safe_workers.rollout import digest_kernel
+
+    found = {}
+    for in_runs in (False, True):
+        for is_aligned in (False, True):
+            constants = digest_kernel.constants(in_runs=in_runs, is_aligned=is_aligned)
+            pointers = [name for name in digest_kernel.digest_chunk.arg_names if name not in constants]
+            source = ASTSource(
+                fn=digest_kernel.digest_chunk,
+                signature=dict.fromkeys(pointers, "*i64") | dict.fromkeys(constants, "constexpr"),
+                constexprs={(digest_kernel.digest_chunk.arg_names.index(name),): of for name, of in constants.items()},
+            )
+            code = triton.compile(source, target=GPUTarget(*COMPILED_FOR)).asm["ptx"]
+            found[f"in_runs={in_runs}, is_aligned={is_aligned}"] = code.count("ld.global.v4")
+    return found
+
+
+if __name__ == "__main__":
+    json.dump({"interpret": interpreted, "compile": compiled}[sys.argv[1]](), sys.stdout)
