@@ -23,7 +23,7 @@ from rl_safe_workers.config import PhaseTimeouts
 from rl_safe_workers.control.deadline import Background, Deadline
 from rl_safe_workers.diagnostics.thread_waits import where_is
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RankError, RunError
-from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.lifecycle import Phase, timeout_setting
 from rl_safe_workers.ranks import HELPERS, RankId, Role
 
 logger = logging.getLogger(__name__)
@@ -223,7 +223,7 @@ class DriverWaits:
                     phase=phase,
                     awaited=Awaited(what),
                     waited_s=deadline.waited_s,
-                    setting=f"rl_safe.timeouts.{phase}",
+                    setting=timeout_setting(phase),
                     detail=where_is(begun.thread),
                 )
             return begun.wait(deadline)
@@ -293,7 +293,7 @@ class DriverWaits:
             awaited=Awaited(what, frozenset(party.rank for party in self._parties())),
             missing=[one.party.rank for one in silent],
             waited_s=waited_s,
-            setting=f"rl_safe.timeouts.{phase}",
+            setting=timeout_setting(phase),
             detail="; ".join(filter(None, (detail, _told(silent) or "every process that was asked answers"))),
         )
 

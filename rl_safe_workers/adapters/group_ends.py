@@ -13,7 +13,7 @@ from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.plane import NO_VERDICT
 from rl_safe_workers.diagnostics.blame import late_for_the_end
 from rl_safe_workers.errors import RunError
-from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.lifecycle import Phase, timeout_setting
 from rl_safe_workers.ranks import format_ranks
 
 _LATER_THAN_OTHERS = timedelta(seconds=2)
@@ -67,7 +67,7 @@ def error_of(ends: Sequence[GroupEnd]) -> RunError | None:
             late,
             size=max(end.size for end in ends),
             waited_s=max(end.waited_s for end in ends),
-            setting=f"rl_safe.timeouts.{Phase.TEARDOWN}",
+            setting=timeout_setting(Phase.TEARDOWN),
         )
     wrong = [end.text for end in ends if end.text]
     return RunError(f"teardown: {'; '.join(wrong)}") if wrong else None

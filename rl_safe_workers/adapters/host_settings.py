@@ -10,7 +10,18 @@ from pydantic import Field, field_validator
 
 from rl_safe_workers.config import BootstrapConfig, PhaseTimeouts, RlSafeConfig, Seconds, TimeoutsConfig
 from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.lifecycle import name_timeouts
 from rl_safe_workers.section import Contradiction, Section, read
+
+
+def name_host_timeouts(pattern: str, **others: str) -> None:
+    """Makes errors in this process name timeouts as the host's users write them; see `lifecycle.name_timeouts`.
+
+    Args:
+        pattern: Name of the setting, with ``{}`` for the phase.
+        **others: Full names by phase. Phase ``groups`` is named as ``bootstrap``, whose timeout it has.
+    """
+    name_timeouts(pattern, {"groups": pattern.format("bootstrap"), **others})
 
 
 class RolloutTimeouts(PhaseTimeouts):

@@ -32,6 +32,7 @@ from rl_safe_workers.errors import (
     StoreLostError,
     first_line,
 )
+from rl_safe_workers.lifecycle import timeout_setting
 from rl_safe_workers.ranks import RankId, format_ranks
 from rl_safe_workers.root_cause import report_from_text, report_of, report_to_text
 
@@ -327,7 +328,7 @@ class Operation:
             awaited=Awaited(self.world, frozenset(self.members)),
             missing=[self.members[rank] for rank in missing],
             waited_s=deadline.waited_s,
-            setting=f"rl_safe.timeouts.{self.phase}",
+            setting=timeout_setting(self.phase),
             detail=detail,
         )
 

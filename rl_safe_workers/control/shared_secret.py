@@ -30,6 +30,7 @@ from rl_safe_workers.control.board import lost_store
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.seal import SECRET_BYTES, new_secret
 from rl_safe_workers.errors import Awaited, CommunicatorError, PhaseTimeoutError
+from rl_safe_workers.lifecycle import timeout_setting
 from rl_safe_workers.ranks import trainer_id, trainer_ids
 
 _KEY = "rl_safe_secret"
@@ -99,7 +100,7 @@ class SharedSecret:
                     awaited=Awaited("the script", frozenset(trainer_ids(range(self._size)))),
                     missing=[trainer_id(0)],
                     waited_s=deadline.waited_s,
-                    setting=f"rl_safe.timeouts.{phase}",
+                    setting=timeout_setting(phase),
                     detail=f"there is no secret behind key {_KEY!r} of the run's store",
                 )
             time.sleep(_LOOK_S)

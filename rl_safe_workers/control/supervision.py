@@ -22,7 +22,7 @@ from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import Awaited, CommunicatorError, PhaseTimeoutError, foreign_cause
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.frames import frames_of_thread, telling_frame
-from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.lifecycle import Phase, timeout_setting
 from rl_safe_workers.ranks import trainer_id, trainer_ids
 
 T = TypeVar("T")
@@ -302,7 +302,7 @@ class Supervision:
             awaited=Awaited(name, frozenset(trainer_ids(ranks))),
             missing=trainer_ids(missing),
             waited_s=self._deadline.waited_s,
-            setting=f"rl_safe.timeouts.{self._phase}",
+            setting=timeout_setting(self._phase),
             detail=", ".join(told),
         )
         self._give_up(name, Failure.of(late))

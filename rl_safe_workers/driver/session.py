@@ -31,7 +31,7 @@ from rl_safe_workers.errors import (
     RankError,
     RunError,
 )
-from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase, PhaseEvent, unix_now
+from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase, PhaseEvent, timeout_setting, unix_now
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.worlds.address import StoreAddress
 
@@ -176,7 +176,7 @@ class Session:
                 phase=phase,
                 awaited=THE_DRIVER,
                 waited_s=deadline.waited_s,
-                setting=f"rl_safe.timeouts.{phase}",
+                setting=timeout_setting(phase),
                 detail=where_is(begun.thread),
             ) from None
         finally:

@@ -37,7 +37,7 @@ from rl_safe_workers.checkpoint.save.writer import WrittenFile, file_records
 from rl_safe_workers.checkpoint.state.model_state import model_state
 from rl_safe_workers.checkpoint.state.state import CONTENT_METADATA
 from rl_safe_workers.compat.param_gathers import complete_param_gathers
-from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.lifecycle import Phase, timeout_setting
 from rl_safe_workers.models.hf_directory import check_mtp_source
 from rl_safe_workers.models.hf_reader import HfReader, mtp_weights
 from rl_safe_workers.topology.layout import ParallelLayout
@@ -170,7 +170,7 @@ class Conversions(Part):
                 make_parent(final)
                 patience = max(self.rank.remaining() - timedelta(seconds=SLACK_S), self.rank.remaining() / 2)
                 held.enter_context(
-                    exclusive(lock_path(final), timeout=patience, setting=f"rl_safe.timeouts.{Phase.CONVERT}")
+                    exclusive(lock_path(final), timeout=patience, setting=timeout_setting(Phase.CONVERT))
                 )
                 return find_conversion(final, model, overwrite=overwrite) is not None
 

@@ -24,7 +24,7 @@ from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import WeightSyncError, first_line, foreign_cause
 from rl_safe_workers.foreign_errors import ForeignCause
-from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.lifecycle import Phase, timeout_setting
 
 _ASK_S = 1e-4
 _PREFIX, _WORLD = "joint", "joint group"
@@ -181,7 +181,8 @@ class JointGroup:
         try:
             if wait_for_stream(self._device, timeout):
                 return None
-            text = f"timed out after {timeout.total_seconds():.1f} s: a peer is gone, or raise rl_safe.timeouts.sync"
+            setting = timeout_setting(Phase.SYNC)
+            text = f"timed out after {timeout.total_seconds():.1f} s: a peer is gone, or raise {setting}"
             failure = Failure(text, foreign=ForeignCause.TIMEOUT)
         except RuntimeError as error:
             failure = _failure(error)

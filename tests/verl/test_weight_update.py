@@ -126,7 +126,7 @@ def test_an_engine_that_does_not_answer_is_named_on_every_rank(at, misdeed, tiny
     late = re.compile(
         r"phase sync: rollout rank 7 of the weight sync did not arrive within 4\.\d s "
         r"\(training rank 1 waits in tests/verl/test_weight_update\.py:\d+ \(_(awaits|reads)_no_answer\)\); "
-        r"to wait longer raise rl_safe\.timeouts\.sync"
+        r"to wait longer raise actor_rollout_ref\.rl_safe\.timeouts\.sync"
     )
     assert all(late.search(text) for text in texts)
     assert texts[VICTIM].split()[2] == "PhaseTimeoutError:"

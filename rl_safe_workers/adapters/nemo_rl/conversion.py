@@ -26,7 +26,7 @@ from rl_safe_workers.checkpoint.folders.publish import (
 )
 from rl_safe_workers.errors import CheckpointError, RlSafeError
 from rl_safe_workers.foreign_files import printable
-from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.lifecycle import Phase, timeout_setting
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def convert(
             # Two runs take turns. The second one finds the result of the first.
             lock = final.with_name(f"{final.name}.lock")
             stack.enter_context(
-                exclusive(lock, timeout=process.trainer.remaining() / 2, setting="rl_safe.timeouts.convert")
+                exclusive(lock, timeout=process.trainer.remaining() / 2, setting=timeout_setting(Phase.CONVERT))
             )  # on rank 0
             if is_complete(final) and not force:
                 return False

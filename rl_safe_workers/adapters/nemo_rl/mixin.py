@@ -6,7 +6,8 @@ import logging
 import sys
 from typing import Any, ClassVar
 
-from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import worker_settings
+from rl_safe_workers.adapters.host_settings import name_host_timeouts
+from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import TIMEOUT, worker_settings
 from rl_safe_workers.adapters.nemo_rl.policy_process import PolicyProcess
 from rl_safe_workers.adapters.rank_answers import listen
 from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError
@@ -36,6 +37,7 @@ class SafePolicyMixin:
             PhaseTimeoutError: If a rank does not come in time; names it.
         """
         listen()
+        name_host_timeouts(TIMEOUT)
         self.safe = PolicyProcess(worker_settings())
         annotations = kwargs.get("worker_sharding_annotations")
         workers = None if annotations is None else int(annotations.size)

@@ -35,7 +35,7 @@ from rl_safe_workers.comms.bootstrap import HostGroups
 from rl_safe_workers.compat.param_gathers import complete_param_gathers
 from rl_safe_workers.control.bounded import within
 from rl_safe_workers.errors import CommunicatorError, in_one_line
-from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.lifecycle import Phase, timeout_setting
 from rl_safe_workers.topology.groups import OpClass
 from rl_safe_workers.workers.communicators import HostComms
 from rl_safe_workers.worlds.training_world import set_group_timeouts
@@ -285,7 +285,7 @@ class PolicyProcess(HostedTrainer):
         with self.trainer.lifecycle.enter(Phase.JOINT):
             patience, before = timedelta(seconds=self.settings.timeouts.joint), groups_now()
             try:
-                within(join, patience, what="joining the rollout ranks (rl_safe.timeouts.joint)")
+                within(join, patience, what=f"joining the rollout ranks ({timeout_setting(Phase.JOINT)})")
             finally:
                 joint = groups_now() - before
                 world = self.trainer.world

@@ -41,7 +41,7 @@ from rl_safe_workers.errors import (
     ConfigError,
     in_one_line,
 )
-from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.lifecycle import Phase, timeout_setting
 from rl_safe_workers.topology.groups import OpClass
 from rl_safe_workers.workers.communicators import HostComms
 
@@ -434,7 +434,7 @@ class SwiftJob(HostedTrainer):
                 rank=trainer.training_rank,
                 size=trainer.training_size,
                 waited_s=waited_s,
-                setting=f"rl_safe.timeouts.{Phase.TEARDOWN}",
+                setting=timeout_setting(Phase.TEARDOWN),
                 among=self.neighbours,
             )
             self.notes.failed(Phase.TEARDOWN, late)

@@ -28,7 +28,7 @@ from rl_safe_workers.compat.param_gathers import complete_param_gathers
 from rl_safe_workers.control.bounded import in_background
 from rl_safe_workers.control.deadline import Deadline, DeadlineExceededError
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError
-from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.lifecycle import Phase, timeout_setting
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ class EngineWatch:
             phase=phase,
             awaited=Awaited(name),
             waited_s=deadline.waited_s,
-            setting=f"rl_safe.timeouts.{phase}",
+            setting=timeout_setting(phase),
         )
         self._job.fail_with(waited if self._is_shared else silent_engine(name, phase, deadline))
         logging.shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.errors import RolloutError
+from rl_safe_workers.lifecycle import timeout_setting
 from rl_safe_workers.ranks import RankId
 
 
@@ -18,6 +19,6 @@ def silent_engine(engine: str, phase: str, deadline: Deadline, rank_id: RankId |
     """
     return RolloutError(
         f"phase {phase}: {engine} did not answer within {deadline.waited_s:.1f} s; "
-        f"to wait longer raise rl_safe.timeouts.{phase}",
+        f"to wait longer raise {timeout_setting(phase)}",
         culprit=rank_id,
     )

@@ -12,6 +12,8 @@ from rl_safe_workers.config import PhaseTimeouts, RlSafeConfig, Seconds, Timeout
 
 VARIABLE = "RL_SAFE_SWIFT"
 """The settings as JSON, e.g. ``{"timeouts": {"save": 600}}``."""
+TIMEOUT = f"timeouts.{{}} in {VARIABLE}"
+"""Name of the timeout of a phase."""
 
 
 class SwiftTimeouts(PhaseTimeouts):

@@ -38,7 +38,7 @@ from rl_safe_workers.checkpoint.state.optimizer_state import FULLY_RESHARDABLE, 
 from rl_safe_workers.checkpoint.state.state import restore_state, sharded_state
 from rl_safe_workers.compat.param_gathers import complete_param_gathers
 from rl_safe_workers.errors import CheckpointError, RlSafeError
-from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.lifecycle import Phase, timeout_setting
 
 logger = logging.getLogger(__name__)
 
@@ -143,9 +143,10 @@ class SafeCheckpointManager(MegatronCheckpointManager):
         if hdfs_path is not None and self._in_background and self.rank == 0:
             logger.warning(
                 "%s: saves are uploaded to %s, so they do not go on in the background, whatever async_save says; "
-                "writing and upload together end within rl_safe.timeouts.save=%.0f s",
+                "writing and upload together end within %s=%.0f s",
                 self.name,
                 hdfs_path,
+                timeout_setting(Phase.SAVE),
                 self.process.trainer.timeout(Phase.SAVE).total_seconds(),
             )
 

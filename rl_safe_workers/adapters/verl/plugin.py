@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+from rl_safe_workers.adapters.host_settings import name_host_timeouts
 from rl_safe_workers.adapters.verl import environment
 from rl_safe_workers.adapters.verl.compatibility import check_registry, check_verl
+from rl_safe_workers.adapters.verl.settings import TAKEN, TIMEOUT
 from rl_safe_workers.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -87,7 +89,10 @@ def activate() -> None:
         from rl_safe_workers.adapters.verl.cpu_platform import register_platform
 
         register_platform()
-    if not environment.is_wanted() or is_active():
+    if not environment.is_wanted():
+        return
+    name_host_timeouts(TIMEOUT, world=TAKEN["nccl_timeout"])
+    if is_active():
         return
     check_registry()
     environment.settings()

@@ -47,7 +47,7 @@ from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.pending import PendingDecision
 from rl_safe_workers.control.plane import ControlPlane, Operation
 from rl_safe_workers.errors import CheckpointError
-from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase
+from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase, timeout_setting
 from rl_safe_workers.platforms.host_memory import host_memory
 from rl_safe_workers.ranks import trainer_id
 from rl_safe_workers.worlds.training_rank import Part, TrainingRank
@@ -153,7 +153,7 @@ class Saver:
             operation.gathering("written"),
             rank_id=trainer_id(self._rank),
             subject=f"save of {directory.parent}",
-            setting="rl_safe.timeouts.save",
+            setting=timeout_setting(Phase.SAVE),
             error=CheckpointError,
             decide=lambda written: self._commit(directory, [Written.from_json(fields) for fields in written], commit),
         )

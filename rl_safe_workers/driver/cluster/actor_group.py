@@ -17,7 +17,7 @@ from rl_safe_workers.driver.cluster.actors import Reply
 from rl_safe_workers.driver.cluster.interrupts import SLICE_S
 from rl_safe_workers.driver.cluster.nodes import Node
 from rl_safe_workers.errors import Awaited, ClusterError, Died, PhaseTimeoutError, RankError, RunError, in_one_line
-from rl_safe_workers.lifecycle import Phase, PhaseEvent, unix_now
+from rl_safe_workers.lifecycle import Phase, PhaseEvent, timeout_setting, unix_now
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.root_cause import root_cause
 
@@ -223,7 +223,7 @@ def _timeout(calls: PendingCalls, missing: Collection[RankId], waited_s: float, 
         awaited=Awaited(f"the {next(iter(roles))}s" if len(roles) == 1 else "the run", members),
         missing=missing,
         waited_s=waited_s,
-        setting=f"rl_safe.timeouts.{calls.phase}",
+        setting=timeout_setting(calls.phase),
         detail=detail,
     )
 
