@@ -21,7 +21,7 @@ def test_a_rank_twice_the_deadline_late_is_named(forge: Forge, inputs: Path, tmp
     )
     assert job.statuses == [1, 1]
     assert re.search(r"phase convert: rank 1 of training world did not arrive within 1\d\.\d s", job.log(0))
-    assert "raise rl_safe.timeouts.convert" in job.log(0)
+    assert "raise timeouts.convert in RL_SAFE_SWIFT" in job.log(0)
 
 
 def test_a_save_in_the_background_is_named_when_it_is_complete(forge: Forge, inputs: Path, tmp_path: Path) -> None:
