@@ -154,10 +154,10 @@ class Engines:
             if dead := [actor for actor in self._actors(engine) if is_dead(actor)]:
                 self._replace_all(died(dead[0], Phase.SYNC))
         for engine, calls in [*self._starting.items()]:
-            if calls.is_answered or time.monotonic() > calls.started_s + self._session.timeout_s(Phase.START):
+            if calls.is_answered or self._session.is_overdue(calls):
                 self._await_start(engine)
         while not self.fleet.up:
-            self._await_start(next(iter(self._starting)))
+            self._await_start(self._session.first_to_finish(self._starting))
 
     def _await_start(self, engine: int) -> None:
         """Waits until an engine has done the next step of its start, or is replaced."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -104,6 +104,28 @@ class Session:
             return self._gather(calls, hears_all)
         finally:
             self._record(calls.phase, time.monotonic() - calls.started_s)
+
+    def is_overdue(self, calls: PendingCalls) -> bool:
+        """Returns True if calls have taken longer than the timeout of their phase."""
+        return time.monotonic() > calls.started_s + self.timeout_s(calls.phase)
+
+    def first_to_finish(self, waits: Mapping[int, PendingCalls]) -> int:
+        """Waits until `finish` has something to take or to raise for one of several waits; returns its key.
+
+        Args:
+            waits: At least one.
+
+        Raises:
+            Interrupted: On a signal.
+        """
+        while True:
+            for key, calls in waits.items():
+                if calls.is_answered or self.is_overdue(calls):
+                    return key
+            self._interrupts.check()
+            if (dead := self._vitals.first_dead(self._cluster.actors)) is not None:
+                return next((key for key, calls in waits.items() if dead in calls.refs.values()), next(iter(waits)))
+            time.sleep(SLICE_S)
 
     def _gather(self, calls: PendingCalls, hears_all: bool = False) -> tuple[PendingCalls, list[Any]]:
         while True:

@@ -38,6 +38,9 @@ class FakeRay:
     def monotonic(self) -> float:
         return self.now_s
 
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
     def _ready(self, refs: Sequence[int]) -> list[int]:
         return [ref for ref in refs if self.answers[ref][0] <= self.now_s]
 

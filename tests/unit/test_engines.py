@@ -35,6 +35,7 @@ class FakeActor:
     dies_in: str = ""
     """The method in which it dies."""
     raises_in: str = ""
+    never_starts: bool = False
     is_first: bool = True
     """True if it serves the store of its engine."""
     is_dead: bool = False
@@ -128,6 +129,14 @@ class FakeRun:
                 return self.finish_left(left)
         return calls, [call.answer() for call in calls.refs]
 
+    def is_overdue(self, calls: PendingCalls) -> bool:
+        return False
+
+    def first_to_finish(self, waits: dict[int, PendingCalls]) -> int:
+        return next(
+            engine for engine, calls in waits.items() if not any(call.actor.never_starts for call in calls.refs)
+        )
+
     def end(self, actor: ActorRef) -> None:
         self.ended.append(actor.handle)
         self.rollouts.remove(actor)
@@ -202,6 +211,17 @@ def test_prompts_of_a_lost_engine_go_to_the_other_one_as_a_whole() -> None:
     assert run.engine(1).methods() == ["start"]
     assert engines.metrics() == {names.ENGINES_LOST: 1, names.ENGINES_SERVING: 1}
     assert "rollout rank 1 is lost" in run.warnings[0]
+
+
+def test_an_engine_that_is_up_serves_while_another_one_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = FakeRun(2)
+    run.plans[0] = {"never_starts": True}
+    engines = engines_of(run)
+    run.engine(0).dies_in = run.engine(1).dies_in = "generate"
+    monkeypatch.setattr(UP, "is_up", False)
+    assert len(generate(engines, bring_weights=engines.sync)) == 4
+    assert run.engine(0).methods() == ["start"]
+    assert run.engine(1).methods() == ["start", "join", "receive_weights", "generate"]
 
 
 def test_another_engine_gets_prompts_only_after_a_sync_in_which_it_was_proved() -> None:

@@ -9,6 +9,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from rl_safe_workers.config import RunConfig
+from rl_safe_workers.driver import session as session_module
 from rl_safe_workers.driver.cluster import actor_group
 from rl_safe_workers.driver.cluster.actor_group import PendingCalls, start_calls
 from rl_safe_workers.driver.session import Session
@@ -66,3 +67,29 @@ def test_calls_that_are_given_up_have_no_value_and_the_others_are_waited_for(
     assert values == [10, 12]
     assert [actor.rank for actor in left.refs.values()] == [0, 2]
     assert len(failures) == session.totals[Phase.ROLLOUT].count == 1
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> dict[int, PendingCalls]:
+    """The starts of two engines of one rank, by engine. The second one answers first."""
+    ray = FakeRay()
+    for module in (actor_group, session_module):
+        monkeypatch.setattr(module, "time", ray)
+    monkeypatch.setattr(actor_group, "ray", ray)
+    actors = rollouts(ray, (500.0, value("up")), (20.0, value("up")))
+    return {engine: start_calls([actor], Phase.START, "start", lambda _: ()) for engine, actor in enumerate(actors)}
+
+
+def test_the_start_that_answers_first_is_taken_first(session: Session, starts: dict[int, PendingCalls]) -> None:
+    assert session.first_to_finish(starts) == 1
+    assert session.first_to_finish({0: starts[0]}) == 0
+    assert session.is_overdue(starts[0])
+
+
+def test_the_start_of_a_dead_engine_is_taken_at_once(
+    session: Session, starts: dict[int, PendingCalls], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (second,) = starts[1].refs.values()
+    monkeypatch.setattr(session._vitals, "first_dead", lambda actors: second)
+    assert session.first_to_finish(starts) == 1
+    assert not session.is_overdue(starts[1])
