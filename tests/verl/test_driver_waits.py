@@ -391,6 +391,16 @@ def test_who_raises_in_a_rollout_is_to_blame_if_no_prompt_has_an_answer(role, mo
     assert trainer.rl_safe_waits.failed_in == "rollout"
 
 
+@pytest.mark.usefixtures("_cluster")
+def test_an_engine_that_raised_before_an_earlier_step_is_not_to_blame(monkeypatch) -> None:
+    buffer = _Buffer({1: "prompt0"}, prompts=1)
+    trainer = _heard(buffer, Role.ROLLOUT)
+    trainer.replay_buffer.sample(1, "train", 1)
+    monkeypatch.setattr(buffer, "_select_prompt_uids", lambda *_: (_ for _ in ()).throw(ValueError("a user's sampler")))
+    with pytest.raises(ValueError, match="a user's sampler"):
+        trainer.replay_buffer.sample(2, "train", 1)
+
+
 def test_generation_may_take_longer_than_the_timeout_if_responses_end() -> None:
     buffer = guarded_samples(_Buffer({3: "prompt0", 6: "prompt2", 9: "prompt1"}), _waits())
     started_s = time.monotonic()

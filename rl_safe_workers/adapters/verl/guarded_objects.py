@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from rl_safe_workers.adapters.driver_waits import DriverWaits, Standstill
 from rl_safe_workers.adapters.patches import replaced
-from rl_safe_workers.errors import RlSafeError, first_line
+from rl_safe_workers.errors import RankError, RlSafeError, first_line
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId
 
@@ -120,12 +120,14 @@ class _Polls:
         self._sample = buffer.sample
         self._told: set[tuple[RankId, str | None]] = set()
         """Errors already logged: the engine or reward worker that raised, and its line of code."""
+        self._survived: set[float] = set()
+        """Times of the errors despite which an earlier call has returned prompts."""
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         """Samples as verl does.
 
         Raises:
-            RankError: If no prompt has an answer, and an engine or a reward worker has raised.
+            RankError: If it fails, and an engine or a reward worker has raised since the last call that returned.
         """
         with self._waits.waiting(Phase.ROLLOUT):
             try:
@@ -133,18 +135,20 @@ class _Polls:
             except (RlSafeError, RayError):
                 raise
             except Exception as error:
-                if not (heard := self._waits.heard()):
+                if not (heard := [one for one in self._waits.heard() if one.raised_at not in self._survived]):
                     raise
                 raise heard[0] from error
-            self._tell()
+            self._survived |= {report.raised_at for report in self._tell()}
         return found
 
-    def _tell(self) -> None:
-        """Logs errors of engines and reward workers, because verl drops the prompt and goes on."""
-        for report in self._waits.heard():
+    def _tell(self) -> list[RankError]:
+        """Logs errors of engines and reward workers, because verl drops the prompt and goes on. Returns all of them."""
+        heard = self._waits.heard()
+        for report in heard:
             if (report.rank_id, report.place) not in self._told:
                 self._told.add((report.rank_id, report.place))
                 logger.error("rl_safe: %s; verl goes on without the answer", first_line(report))
+        return heard
 
     def wait(self, partition_id: str, last_debug_time: float) -> Any:
         """Waits for the next poll.
