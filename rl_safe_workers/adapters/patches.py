@@ -1,4 +1,4 @@
-"""Replaces an attribute while a body runs, and restores it afterwards."""
+"""Replaces an attribute for a while, or an object by one that stands for it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,25 @@ from contextlib import contextmanager
 from typing import Any
 
 _REQUIRED = object()
+
+
+class PassThrough:
+    """Stands for another object. Takes every attribute that it does not define from that object."""
+
+    _stock: Any
+
+    def __init__(self, stock: Any) -> None:
+        """Stands for ``stock``."""
+        self._stock = stock
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_stock":  # a copy that is being made does not have it yet
+            raise AttributeError(name)
+        return self._passed(name, getattr(self._stock, name))
+
+    def _passed(self, name: str, value: Any) -> Any:
+        """Returns what stands for an attribute of the other object."""
+        return value
 
 
 @contextmanager

@@ -56,7 +56,7 @@ class WeightUpdate:
         """Begins the sync, on this thread's device. Does not wait."""
         # A collective that times out may end this process. Before that, this rank must tell the others where it waits.
         set_group_timeouts(self._trainer.remaining() + 2 * _HEARD)
-        self._work = in_background(self._on_this_thread)
+        self._work = in_background(self._on_this_thread, name="the weight sync")
 
     def finish(self) -> Any:
         """Waits for the sync, and returns its value. Collective over: the training world, through the store.

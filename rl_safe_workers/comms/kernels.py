@@ -61,7 +61,7 @@ def loaded_kernels(
         return
     kernels, alone = supervised(lambda: _load(device, probe, timeout))
     _loaded.add(device)
-    ending = in_background(alone.shutdown)
+    ending = in_background(alone.shutdown, name="ending a communicator")
     yield kernels
     with suppress(DeadlineExceededError):
         ending.wait(Deadline.after(timeout))

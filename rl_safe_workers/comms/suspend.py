@@ -133,7 +133,7 @@ class Suspension:
         """Suspends or resumes all groups at once: NCCL waits for a group's other members. Raises the first failure."""
         ended: SimpleQueue[Exception | None] = SimpleQueue()
         for group in self._planned:
-            in_background(partial(self._report_change, group, method, ended))
+            in_background(partial(self._report_change, group, method, ended), name=f"{method} of a communicator")
         for _ in self._planned:
             if (failure := ended.get()) is not None:
                 raise failure

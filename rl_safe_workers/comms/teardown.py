@@ -162,5 +162,5 @@ def _one_abort(backends: Iterable[Any]) -> Iterator[None]:
 def _at_once(works: Sequence[Callable[[], None]]) -> None:
     """Runs each function in a thread of its own, and waits for all."""
     never = Deadline.after(math.inf)
-    for work in [in_background(work) for work in works]:
+    for work in [in_background(work, name="ending a group") for work in works]:
         work.wait(never)

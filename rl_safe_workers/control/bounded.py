@@ -15,8 +15,13 @@ from rl_safe_workers.errors import CommunicatorError
 T = TypeVar("T")
 
 
-def in_background(work: Callable[[], T]) -> Background[T]:
-    """Starts work on a thread of its own, on this thread's device."""
+def in_background(work: Callable[[], T], *, name: str) -> Background[T]:
+    """Starts work on a thread of its own, on this thread's device.
+
+    Args:
+        work: The work.
+        name: The work in words, for stacks of this process.
+    """
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def run() -> T:
@@ -24,7 +29,7 @@ def in_background(work: Callable[[], T]) -> Background[T]:
             torch.cuda.set_device(device)
         return work()
 
-    return Background(run, name="rl_safe ending")
+    return Background(run, name=f"rl_safe: {name}")
 
 
 def within(work: Callable[[], object], patience: timedelta, *, what: str) -> None:
@@ -34,7 +39,7 @@ def within(work: Callable[[], object], patience: timedelta, *, what: str) -> Non
         CommunicatorError: If it has not ended after ``patience``. The thread is left behind.
     """
     try:
-        failure = in_background(lambda: failure_of(work)).wait(Deadline.after(patience))
+        failure = in_background(lambda: failure_of(work), name=what).wait(Deadline.after(patience))
     except DeadlineExceededError:
         raise CommunicatorError(f"{what} did not end within {patience.total_seconds():.1f} s") from None
     if failure is not None:

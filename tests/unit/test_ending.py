@@ -73,7 +73,7 @@ def test_what_does_not_end_is_aborted_and_told() -> None:
     # What was left behind ends all the same, later, and does no harm.
     release.set()
     for thread in threading.enumerate():
-        if thread.name == "rl_safe ending":
+        if thread.name == "rl_safe: ending a group":
             thread.join(5)
     assert backends == []
 

@@ -23,7 +23,7 @@ from rl_safe_workers.adapters.driver_waits import DriverWaits, Party, Standstill
 from rl_safe_workers.adapters.group_ends import end_of, error_of
 from rl_safe_workers.adapters.job_verdict import JobVerdict
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlTimeouts
-from rl_safe_workers.adapters.patches import replaced
+from rl_safe_workers.adapters.patches import PassThrough, replaced
 from rl_safe_workers.adapters.sync_prover import SyncProver
 from rl_safe_workers.errors import in_one_line
 from rl_safe_workers.lifecycle import Phase
@@ -347,15 +347,12 @@ class GuardedDriver:
         return generate_async
 
 
-class _Names:
+class _Names(PassThrough):
     """Stands for a module in the namespace of another one, with some of its functions replaced."""
 
     def __init__(self, stock: Any, **functions: Callable[..., Any]) -> None:
+        super().__init__(stock)
         vars(self).update(functions)
-        self._stock = stock
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stock, name)
 
 
 class _Polls:

@@ -81,6 +81,7 @@ class RayJob(RayStandIn):
             run_id: The mark of the job's processes.
             stop_limit_s: See `JobProcesses.watch_nodes`.
         """
+        super().__init__()
         self._stop_limit_s = stop_limit_s
         self.waits: RayWaits
         self._processes: JobProcesses | None = JobProcesses(run_id)

@@ -18,6 +18,7 @@ import ray
 
 from rl_safe_workers.adapters.driver_waits import DriverWaits, Party
 from rl_safe_workers.adapters.job_verdict import JobVerdict
+from rl_safe_workers.adapters.patches import PassThrough
 from rl_safe_workers.adapters.swift.swift_settings import SwiftTimeouts
 from rl_safe_workers.errors import OUTSIDE, RunError, in_one_line
 from rl_safe_workers.lifecycle import Phase
@@ -140,11 +141,12 @@ class RayWaits:
                 logger.warning("ending %s: %s: %s", party.name, type(error).__name__, error)
 
 
-class RayStandIn:
-    """Replaces ``ray`` in one of ms-swift's modules. Passes through everything that a subclass does not define."""
+class RayStandIn(PassThrough):
+    """Replaces ``ray`` in one of ms-swift's modules."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(ray, name)
+    def __init__(self) -> None:
+        """Replaces nothing of ``ray``; subclasses do."""
+        super().__init__(ray)
 
     def __reduce__(self) -> Any:
         # A function that ms-swift sends to another process is pickled together with the names of its module.
@@ -162,6 +164,7 @@ class BoundedRay(RayStandIn):
             what: The work that the module waits for.
             *phases: The phases whose timeouts apply.
         """
+        super().__init__()
         self._waits, self._what, self._phases = waits, what, phases
 
     def get(self, references: Any, *, timeout: float | None = None) -> Any:

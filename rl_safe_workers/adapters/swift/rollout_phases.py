@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rl_safe_workers.adapters.patches import PassThrough
 from rl_safe_workers.adapters.swift.job import SwiftJob
 from rl_safe_workers.adapters.swift.proved_syncs import ColocatedSyncs
 from rl_safe_workers.adapters.swift.silent_engine import silent_engine
@@ -187,7 +188,7 @@ class EngineWatch:
         """Begins to watch."""
         self._is_over, self._thread = threading.Event(), threading.get_ident()
         deadline, phase = self._job.engine_deadline(), self._job.phase_name()
-        in_background(lambda: self._wait(deadline, phase))
+        in_background(lambda: self._wait(deadline, phase), name="watching a vLLM engine")
 
     def __exit__(self, *error: object) -> None:
         """Stops watching."""
@@ -211,7 +212,7 @@ class EngineWatch:
         os._exit(_HARD_EXIT)
 
 
-class PatientClient:
+class PatientClient(PassThrough):
     """Wraps ms-swift's client of vLLM servers. Ends its calls at the phase's deadline. Passes all else through."""
 
     def __init__(self, client: Any, job: SwiftJob) -> None:
@@ -221,10 +222,10 @@ class PatientClient:
             client: ms-swift's ``VLLMClient``.
             job: The job of this rank.
         """
-        self._client, self._job = client, job
+        super().__init__(client)
+        self._job = job
 
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._client, name)
+    def _passed(self, name: str, value: Any) -> Any:
         if not callable(value):
             return value
 
@@ -232,9 +233,9 @@ class PatientClient:
         def call(*args: Any, **kwargs: Any) -> Any:
             deadline = self._job.engine_deadline()
             try:
-                return in_background(lambda: value(*args, **kwargs)).wait(deadline)
+                return in_background(lambda: value(*args, **kwargs), name=f"the vLLM server's {name}").wait(deadline)
             except DeadlineExceededError:
-                urls = ", ".join(getattr(self._client, "base_urls", ()))
+                urls = ", ".join(getattr(self._stock, "base_urls", ()))
                 raise silent_engine(f"the vLLM server {urls} ({name})", self._job.phase_name(), deadline) from None
 
         return call

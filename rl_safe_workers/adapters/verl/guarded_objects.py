@@ -14,7 +14,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from rl_safe_workers.adapters.driver_waits import DriverWaits, Standstill
-from rl_safe_workers.adapters.patches import replaced
+from rl_safe_workers.adapters.patches import PassThrough, replaced
 from rl_safe_workers.errors import RankError, RlSafeError, first_line
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId
@@ -30,7 +30,7 @@ SYNC_CALLS = ("update_weights", *_OF_ENGINES)
 """Methods of verl's ``CheckpointEngineManager`` that wait for training ranks or for rollout engines."""
 
 
-class GuardedCalls:
+class GuardedCalls(PassThrough):
     """Wraps one of verl's objects. Gives some of its methods a deadline, and passes everything else through."""
 
     def __init__(self, stock: Any, waits: DriverWaits, phases: Mapping[str, Phase], *, what: str) -> None:
@@ -42,12 +42,10 @@ class GuardedCalls:
             phases: The methods that get a deadline: the phase of each, by the method's name.
             what: The work that its methods do, for errors.
         """
-        self._stock, self._waits, self._phases, self._what = stock, waits, phases, what
+        super().__init__(stock)
+        self._waits, self._phases, self._what = waits, phases, what
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_stock":  # a copy that is being made does not have it yet
-            raise AttributeError(name)
-        value = getattr(self._stock, name)
+    def _passed(self, name: str, value: Any) -> Any:
         if name not in self._phases:
             return value
 
@@ -59,7 +57,7 @@ class GuardedCalls:
         return call
 
 
-class GuardedRows:
+class GuardedRows(PassThrough):
     """Wraps one of verl's data loaders. Gives each batch a deadline, and passes everything else through."""
 
     def __init__(self, loader: Any, waits: DriverWaits) -> None:
@@ -70,18 +68,14 @@ class GuardedRows:
                 ``rollout`` applies.
             waits: The driver's waits.
         """
-        self._loader, self._waits = loader, waits
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # a copy that is being made does not have it yet
-            raise AttributeError(name)
-        return getattr(self._loader, name)
+        super().__init__(loader)
+        self._waits = waits
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self._stock)
 
     def __iter__(self) -> Iterator[Any]:
-        rows, end = iter(self._loader), object()
+        rows, end = iter(self._stock), object()
         while (batch := self._waits.of_driver(Phase.ROLLOUT, "loading prompts", partial(next, rows, end))) is not end:
             yield batch
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from rl_safe_workers.adapters.driver_waits import DriverWaits
+from rl_safe_workers.adapters.patches import PassThrough
 from rl_safe_workers.adapters.sync_prover import SyncProver
 
 
-class ProvedTransfer:
+class ProvedTransfer(PassThrough):
     """Wraps verl's ``CheckpointEngineManager``. Proves its weight syncs, and passes everything else through.
 
     Attributes:
@@ -23,7 +24,7 @@ class ProvedTransfer:
             waits: The driver's waits.
             every: The setting ``prove_sync_freq``.
         """
-        self._manager = manager
+        super().__init__(manager)
         self.prover = SyncProver(
             waits,
             every=every,
@@ -31,11 +32,6 @@ class ProvedTransfer:
             sent=lambda: manager.actor_wg.rl_safe_sent(),
             engines=lambda: [replica.servers[0] for replica in manager.replicas],
         )
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_manager":  # a copy that is being made does not have it yet
-            raise AttributeError(name)
-        return getattr(self._manager, name)
 
     def update_weights(self, global_steps: int | None = None) -> Any:
         """Sends weights as verl does. Sends them again if an engine holds other weights than were sent.
@@ -46,8 +42,8 @@ class ProvedTransfer:
         """
         step = "" if global_steps is None else f" of step {global_steps}"
         return self.prover.sync(
-            lambda: self._manager.update_weights(global_steps),
+            lambda: self._stock.update_weights(global_steps),
             what=f"the weight sync{step}",
             # verl's sync needs sleeping engines at its beginning, and leaves them awake.
-            before_redoing=self._manager.sleep_replicas,
+            before_redoing=self._stock.sleep_replicas,
         )
