@@ -41,7 +41,7 @@ def listen() -> None:
 
 
 def listen_in(folder: Path) -> None:
-    """Sets the folder in which this trainer answers, if `listen` does not set it."""
+    """Sets the folder in which this trainer answers. It is for jobs without a driver that names one for `listen`."""
     global _folder
     _folder = folder
 

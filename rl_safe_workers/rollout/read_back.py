@@ -105,7 +105,7 @@ class ReadBack:
         self.stop()
         held = self._read([place for place in self._found.places if place not in self._converted])
         held |= self._converted
-        digests = tuple((one.spec.name, held[one]) for one in self._found.places if one in held and one.cut is None)
+        whole = tuple((one.spec.name, held[one]) for one in self._found.places if one in held and one.cut is None)
         cuts = tuple(
             HeldCut(name=one.spec.name, digest=held[one], first=one.cut.first, length=one.cut.length, of=one.cut.of)
             for one in self._found.places
@@ -113,7 +113,7 @@ class ReadBack:
         )
         unread = [place.spec.name for place in self._found.places if place not in held]
         return HeldWeights(
-            digests=digests,
+            digests=whole,
             cuts=cuts,
             converted=len(self._converted),
             unread=(*self._found.unplaced, *unread),

@@ -54,7 +54,7 @@ def _obstacle(worker: Any) -> str | None:
     return obstacle
 
 
-def _held(worker: Any) -> dict[str, Any]:
+def _held_weights(worker: Any) -> dict[str, Any]:
     held: HeldWeights = worker.weight_transfer_engine.held
     return asdict(held)
 
@@ -70,7 +70,7 @@ class VllmRollout:
         self._asleep: set[str] = set()
         self._lacks_weights = "the engine has not been built"
         """The reason why the engine has no weights to generate with; empty if it has."""
-        self._held: dict[str, int] = {}
+        self._owned: dict[str, int] = {}
         """Bytes of device memory by owner, while the engine is awake."""
 
     def serve_store(self, host: str) -> StoreAddress | None:
@@ -112,7 +112,7 @@ class VllmRollout:
                 with self._world.entered(address, timeout=self._start_timeout):
                     self._llm = self._build_shared(EngineWorld.name(address))
             (weights,) = self._llm.apply_model(_weight_bytes)
-            self._held = {"weights": weights, "kv_cache": int(config.rollout.kv_cache_gib * 2**30)}
+            self._owned = {"weights": weights, "kv_cache": int(config.rollout.kv_cache_gib * 2**30)}
             self._lacks_weights = ""
             # The trainer on this GPU builds its model next. The weights are kept, because no sync precedes the first
             # rollout.
@@ -160,11 +160,11 @@ class VllmRollout:
         )
 
     def _owned_bytes(self) -> dict[str, int]:
-        return {owner: 0 if owner in self._asleep else size for owner, size in self._held.items()}
+        return {owner: 0 if owner in self._asleep else size for owner, size in self._owned.items()}
 
     def _mapped_bytes(self) -> int:
         """Returns the bytes that torch has reserved, minus sleeping memory, which torch still counts."""
-        return torch.cuda.memory_reserved() - sum(self._held[owner] for owner in self._asleep)
+        return torch.cuda.memory_reserved() - sum(self._owned[owner] for owner in self._asleep)
 
     def _sleep(self, *, level: int) -> None:
         """Frees GPU memory for the trainer. Level 1 keeps the weights in host memory; level 2 keeps nothing."""
@@ -234,7 +234,7 @@ class VllmRollout:
             self._llm.reset_prefix_cache()
             if not prove:
                 return None
-            (held,) = self._llm.collective_rpc(_held)
+            (held,) = self._llm.collective_rpc(_held_weights)
             return HeldWeights(**held)
 
     def loads_through(self) -> str | None:

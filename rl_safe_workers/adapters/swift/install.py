@@ -107,9 +107,9 @@ def _see_failures(job: Any) -> None:
         if os.getpid() == process:
             job.fail_with(error)
 
-    def leave_early() -> None:
+    def fail_at_exit() -> None:
         if os.getpid() == process:
             job.fail_with(SystemExit("ended before the end of the job"))
 
     sys.excepthook = excepthook
-    atexit.register(leave_early)
+    atexit.register(fail_at_exit)

@@ -28,6 +28,9 @@ from rl_safe_workers.rollout.sync_proof import SentWeights
 
 logger = logging.getLogger(__name__)
 
+_MAY_HAVE_STAGES = 2
+"""Number of pipeline stages that is assumed if an engine's configuration does not say."""
+
 
 class _Calls:
     """Calls that our driver makes on every worker."""
@@ -64,7 +67,7 @@ class SafeTrainingWorker(_Calls, TrainingWorker):
         listen()
         settings, is_cpu = environment.settings(), environment.is_cpu()
         backend = "gloo" if is_cpu else None
-        stages = getattr(config.engine_config, "pipeline_model_parallel_size", 2)
+        stages = getattr(config.engine_config, "pipeline_model_parallel_size", _MAY_HAVE_STAGES)
         if settings.release_comms:
             backend = world_backend(is_cpu=is_cpu, sends_unbatched=stages > 1)
         # verl passes no timeout (engine_workers.py:89), and returns early if a group exists.
