@@ -38,7 +38,7 @@ class Flight:
     sizes: Sequence[str]
     """The shapes of each work's inputs."""
     groups: Mapping[str, Sequence[int]]
-    """Global ranks of each group, as far as the file tells."""
+    """Global ranks of each group, by torch's name of it, as far as the file tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,24 +79,29 @@ def flight_as_json(path: str) -> bytes:
     record, works = works_of(contents)
     pairs = sorted(zip(works, record["entries"], strict=True), key=lambda pair: pair[0].created_s)[-_MOST_WORKS:]
     groups = {
-        str(name): list(map(int, re.findall(r"\d+", str(config.get("ranks", "")))))[:_MOST_WORKS]
+        _text(name): list(map(int, re.findall(r"\d+", str(config.get("ranks", "")))))[:_MOST_WORKS]
         for name, config in dict(record.get("pg_config", {})).items()
     }
     found: dict[str, Any] = {
         "works": [
             {
-                "op": printable(work.op)[:_NAME_CHARACTERS],
-                "group": printable(work.group)[:_NAME_CHARACTERS],
+                "op": _text(work.op),
+                "group": _text(work.group),
+                "group_name": _text(work.group_name),
                 "number": int(work.number),
                 "has_ended": bool(work.has_ended),
                 "created_s": float(work.created_s),
             }
             for work, _ in pairs
         ],
-        "sizes": [printable(str(entry.get("input_sizes", "")))[:_NAME_CHARACTERS] for _, entry in pairs],
+        "sizes": [_text(entry.get("input_sizes", "")) for _, entry in pairs],
         "groups": groups,
     }
     return json.dumps(found).encode()
+
+
+def _text(value: object) -> str:
+    return printable(str(value))[:_NAME_CHARACTERS]
 
 
 def lagging(flights: Sequence[Flight]) -> Lag | None:
@@ -118,7 +123,7 @@ def lagging(flights: Sequence[Flight]) -> Lag | None:
         for rank in _members(work, flights, records):
             if rank not in records:
                 absent.add(rank)
-            elif records[rank].begun.get(work.group, 0) < work.number:
+            elif records[rank].begun.get(work.group_key, 0) < work.number:
                 behind.add(rank)
     culprits = sorted(behind - waiting.keys())
     first = min(waiting.values(), key=lambda work: work.created_s)
@@ -143,10 +148,10 @@ def _by_rank(flights: Sequence[Flight]) -> dict[int, list[Work]]:
 
 def _members(work: Work, flights: Sequence[Flight], records: Mapping[int, Record]) -> set[int]:
     """Returns the global ranks of a work's group. For the default group, these are all ranks that have a file."""
-    named = {rank for flight in flights for rank in flight.groups.get(work.group, ())}
+    named = {rank for flight in flights for rank in flight.groups.get(work.group_key, ())}
     if work.group in ("default_pg", "0", "WORLD", ""):
         named |= records.keys() | {rank for flight in flights for rank in flight.groups.get("", ())}
-    return named or {rank for rank, record in records.items() if work.group in record.begun}
+    return named or {rank for rank, record in records.items() if work.group_key in record.begun}
 
 
 def _mismatch(flights: Sequence[Flight], waiting: Mapping[int, Work]) -> tuple[str, list[int]] | None:
@@ -157,9 +162,11 @@ def _mismatch(flights: Sequence[Flight], waiting: Mapping[int, Work]) -> tuple[s
         for work, size in zip(flight.works, flight.sizes, strict=True)
     }
     spots: dict[tuple[str, int], dict[tuple[str, str], list[int]]] = {}
+    descriptions: dict[str, str] = {}
     for rank, work in waiting.items():
         kind = work.op, sizes.get((rank, work), "") if "all_reduce" in work.op else ""
-        spots.setdefault((work.group, work.number), {}).setdefault(kind, []).append(rank)
+        spots.setdefault((work.group_key, work.number), {}).setdefault(kind, []).append(rank)
+        descriptions[work.group_key] = work.group
     for (group, number), kinds in spots.items():
         if len(kinds) > 1:
             said = "; ".join(
@@ -167,7 +174,7 @@ def _mismatch(flights: Sequence[Flight], waiting: Mapping[int, Work]) -> tuple[s
             )
             by_size = sorted(kinds.values(), key=len)
             few = by_size[0] if len(by_size[0]) < len(by_size[1]) else list[int]()
-            return f"ranks are in different collectives, number {number} of {group}: {said}", few
+            return f"ranks are in different collectives, number {number} of {descriptions[group]}: {said}", few
     return None
 
 

@@ -257,10 +257,12 @@ def test_a_folder_without_a_sign_says_so(tmp_path: Path) -> None:
         explain_folder(tmp_path / "a.log")
 
 
-def flight(works: list[tuple[str, int, bool]], size: int = 3) -> bytes:
+def flight(
+    works: list[tuple[str, int, bool]], size: int = 3, *, group: tuple[str, str] = ("0", "default_pg"), told: str = ""
+) -> bytes:
     entries = [
         {
-            "process_group": ("0", "default_pg"),
+            "process_group": group,
             "profiling_name": f"nccl:{op}",
             "collective_seq_id": number,
             "retired": ended,
@@ -270,7 +272,8 @@ def flight(works: list[tuple[str, int, bool]], size: int = 3) -> bytes:
         }
         for op, number, ended in works
     ]
-    return pickle.dumps({"entries": entries, "pg_config": {"": {"ranks": str(list(range(size)))}}})
+    groups = {"": {"ranks": str(list(range(size)))}} | ({group[0]: {"ranks": told}} if told else {})
+    return pickle.dumps({"entries": entries, "pg_config": groups})
 
 
 def test_the_rank_that_is_behind_by_its_flight_record_is_named(tmp_path: Path) -> None:
@@ -304,6 +307,33 @@ def test_a_rank_without_a_flight_record_is_not_blamed(tmp_path: Path) -> None:
     found = explain_folder(tmp_path)
     assert (found.is_known, list(found.culprits)) == (False, [])
     assert "rank 2 has left no Flight Recorder file" in found.verdict
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_groups_of_one_description_are_told_apart_by_their_names(tmp_path: Path, is_told: bool) -> None:
+    for number, done in enumerate([10, 9, 4, 4]):
+        name, members = ("1", "[0, 1]") if number < 2 else ("2", "[2, 3]")
+        written = flight(
+            [("all_reduce", done, number != 0)],
+            size=0,
+            group=(name, "TENSOR_MODEL_PARALLEL_GROUP"),
+            told=members if is_told else "",  # gloo's files do not tell members
+        )
+        (tmp_path / f"flight_nccl_{number}").write_bytes(written)
+    found = explain_folder(tmp_path)
+    assert found.culprits == ["rank 1"]
+    assert found.verdict == (
+        "rank 1 did not come: rank 0 waits in all_reduce of TENSOR_MODEL_PARALLEL_GROUP (number 10)"
+    )
+
+
+def test_the_same_place_of_two_groups_of_one_description_is_no_mismatch(tmp_path: Path) -> None:
+    for number, op in enumerate(["all_reduce", "broadcast"]):
+        written = flight([(op, 1, False)], size=0, group=(str(number), "TP"), told=f"[{number}, {number + 2}]")
+        (tmp_path / f"flight_nccl_{number}").write_bytes(written)
+    found = explain_folder(tmp_path)
+    assert "different collectives" not in found.verdict
+    assert "rank 2-3 has left no Flight Recorder file" in found.verdict
 
 
 class _Runs:
