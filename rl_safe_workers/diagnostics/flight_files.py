@@ -104,11 +104,12 @@ def _text(value: object) -> str:
     return printable(str(value))[:_NAME_CHARACTERS]
 
 
-def lagging(flights: Sequence[Flight]) -> Lag | None:
+def lagging(flights: Sequence[Flight], *, unread: frozenset[int] = frozenset()) -> Lag | None:
     """Finds the ranks that did not come to a collective in which others wait; None if nobody waits.
 
     Args:
         flights: The files of the ranks, one or more of each.
+        unread: Ranks with a file that is not among ``flights``.
     """
     records = {rank: Record.of(works) for rank, works in _by_rank(flights).items()}
     waiting = {rank: record.under_way for rank, record in records.items() if record.under_way is not None}
@@ -118,22 +119,23 @@ def lagging(flights: Sequence[Flight]) -> Lag | None:
     if (mismatch := _mismatch(flights, waiting)) is not None:
         said, few = mismatch
         return Lag(verdict=said, culprits=few, ranks=ranks)
-    behind, absent = set[int](), set[int]()
+    behind, absent, unclear = set[int](), set[int](), set[int]()
     for work in waiting.values():
-        for rank in _members(work, flights, records):
-            if rank not in records:
-                absent.add(rank)
-            elif records[rank].begun.get(work.group_key, 0) < work.number:
-                behind.add(rank)
+        for rank in _members(work, flights, records, unread):
+            if rank in records and records[rank].begun.get(work.group_key, 0) >= work.number:
+                continue
+            (unclear if rank in unread else behind if rank in records else absent).add(rank)
     culprits = sorted(behind - waiting.keys())
     first = min(waiting.values(), key=lambda work: work.created_s)
     held = f"rank {format_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} in {first}"
-    if culprits and not absent:
+    if culprits and not absent and not unclear:
         verdict = f"rank {format_ranks(culprits)} did not come: {held} (number {first.number})"
         return Lag(verdict=verdict, culprits=culprits, ranks=ranks)
     why = (
         f"rank {format_ranks(absent)} has left no Flight Recorder file"
         if absent
+        else f"a Flight Recorder file of rank {format_ranks(unclear)} was not read"
+        if unclear
         else "every rank waits in a collective by its file"
     )
     return Lag(verdict=f"not known, because {why}; {held} (number {first.number})", culprits=(), ranks=ranks)
@@ -146,11 +148,11 @@ def _by_rank(flights: Sequence[Flight]) -> dict[int, list[Work]]:
     return {rank: sorted(works, key=lambda work: work.created_s) for rank, works in sorted(found.items())}
 
 
-def _members(work: Work, flights: Sequence[Flight], records: Mapping[int, Record]) -> set[int]:
+def _members(work: Work, flights: Sequence[Flight], records: Mapping[int, Record], unread: frozenset[int]) -> set[int]:
     """Returns the global ranks of a work's group. For the default group, these are all ranks that have a file."""
     named = {rank for flight in flights for rank in flight.groups.get(work.group_key, ())}
     if work.group in ("default_pg", "0", "WORLD", ""):
-        named |= records.keys() | {rank for flight in flights for rank in flight.groups.get("", ())}
+        named |= records.keys() | unread | {rank for flight in flights for rank in flight.groups.get("", ())}
     return named or {rank for rank, record in records.items() if work.group_key in record.begun}
 
 

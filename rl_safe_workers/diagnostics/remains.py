@@ -93,6 +93,8 @@ class Event:
 class _Found:
     events: list[Event] = field(default_factory=list)
     flights: list[Flight] = field(default_factory=list)
+    unread_flights: list[int] = field(default_factory=list)
+    """The rank of each Flight Recorder file beyond the limit."""
     verdicts: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     logs: int = 0
@@ -142,6 +144,8 @@ def _read(path: Path, folder: Path, found: _Found) -> None:
         elif (flight := _FLIGHTS.fullmatch(name)) is not None:
             if len(found.flights) < _MOST_FLIGHTS:
                 found.flights.append(read_flight_file(path, global_rank=int(flight[3])))
+            else:
+                found.unread_flights.append(int(flight[3]))
         elif _LOGS.fullmatch(name) and not name.startswith(("stack_", "place_")):
             _read_log(path, source, found)
     except (OSError, ValueError) as error:
@@ -368,6 +372,9 @@ def _explain(found: _Found) -> Explanation:
     events = sorted(found.events, key=lambda event: event.order)
     notes = [*found.notes, f"read: {found.logs} logs, {len(found.flights)} Flight Recorder files"]
     rows = [_row(event, is_culprit=False) for event in events[:_SHOWN]]
+    if found.unread_flights:
+        files = counted(len(found.unread_flights), "Flight Recorder file")
+        notes.append(f"not read: {files} ({_MOST_FLIGHTS} were read before)")
     slices = [one for flight in found.flights for one in _slices(flight)]
     if len(events) > _SHOWN:
         notes.append(f"not shown: {len(events) - _SHOWN} later events")
@@ -388,7 +395,7 @@ def _explain(found: _Found) -> Explanation:
         )
     if events and events[0].order[0] == 1:
         return _of_events(events, notes, slices)
-    if (behind := lagging(found.flights)) is not None:
+    if (behind := lagging(found.flights, unread=frozenset(found.unread_flights))) is not None:
         return Explanation(
             verdict=behind.verdict,
             advice=FLIGHT_ADVICE,

@@ -336,6 +336,29 @@ def test_the_same_place_of_two_groups_of_one_description_is_no_mismatch(tmp_path
     assert "rank 2-3 has left no Flight Recorder file" in found.verdict
 
 
+def test_files_beyond_the_limit_are_told_and_their_ranks_are_not_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_safe_workers.diagnostics.remains._MOST_FLIGHTS", 3)
+    for number in range(4):
+        works = [("all_reduce", 1, True)] + [("all_gather", 2, False)] * (number != 1)
+        (tmp_path / f"flight_nccl_{number}").write_bytes(flight(works, size=4))
+    found = explain_folder(tmp_path)
+    assert list(found.culprits) == []
+    assert found.verdict.startswith("not known, because a Flight Recorder file of rank 3 was not read; ")
+    assert "not read: 1 Flight Recorder file (3 were read before)" in found.notes
+
+
+def test_a_rank_of_which_one_file_is_not_read_is_not_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_safe_workers.diagnostics.remains._MOST_FLIGHTS", 3)
+    for number in range(2):
+        (tmp_path / f"flight_gloo_{number}").write_bytes(flight([("barrier", 1, True)], size=2, group=("1", "TP")))
+        (tmp_path / f"flight_nccl_{number}").write_bytes(flight([("all_gather", 2, False)], size=2))
+    found = explain_folder(tmp_path)
+    assert list(found.culprits) == []
+    assert found.verdict.startswith("not known, because a Flight Recorder file of rank 1 was not read; ")
+
+
 class _Runs:
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("touch /tmp/rl_safe_explain_was_here",)
