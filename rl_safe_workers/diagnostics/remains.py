@@ -10,10 +10,9 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from rl_safe_workers.diagnostics.explanation import Explanation, Row, Slice
 from rl_safe_workers.diagnostics.flight_files import FLIGHT_ADVICE, Flight, lagging, read_flight_file
@@ -29,11 +28,11 @@ from rl_safe_workers.diagnostics.log_lines import (
     stripped,
     time_of,
 )
+from rl_safe_workers.diagnostics.verdict_file import VERDICT_FILE, KeptVerdict, read_verdict
 from rl_safe_workers.errors import RlSafeError, UsageError
 from rl_safe_workers.findings import counted
-from rl_safe_workers.foreign_files import SMALL_BYTES, entries_below, kind_of, open_foreign, printable, read_json
+from rl_safe_workers.foreign_files import entries_below, kind_of, open_foreign, printable
 from rl_safe_workers.frames import Frame, relative, telling_frame
-from rl_safe_workers.ranks import RankId, Role
 
 _MOST_FILES, _MOST_FLIGHTS = 20_000, 512
 _HEAD_BYTES, _TAIL_BYTES = 2**20, 8 * 2**20
@@ -95,7 +94,7 @@ class _Found:
     flights: list[Flight] = field(default_factory=list)
     unread_flights: list[int] = field(default_factory=list)
     """The rank of each Flight Recorder file beyond the limit."""
-    verdicts: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    verdicts: list[tuple[str, KeptVerdict]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     logs: int = 0
     pids: dict[str, int] = field(default_factory=dict)
@@ -137,10 +136,8 @@ def _read(path: Path, folder: Path, found: _Found) -> None:
     for pid in pids_in_name(name):
         found.pids[name.split("-")[1]] = pid
     try:
-        if name == "verdict.json":
-            verdict = read_json(path, limit_bytes=64 * SMALL_BYTES, within=folder)
-            if isinstance(verdict, dict) and isinstance(verdict.get("verdict"), str):
-                found.verdicts.append((source, verdict))
+        if name == VERDICT_FILE:
+            found.verdicts.append((source, read_verdict(path, within=folder)))
         elif (flight := _FLIGHTS.fullmatch(name)) is not None:
             if len(found.flights) < _MOST_FLIGHTS:
                 found.flights.append(read_flight_file(path, global_rank=int(flight[3])))
@@ -382,14 +379,14 @@ def _explain(found: _Found) -> Explanation:
     if events and events[0].order[0] == 0 and not (found.verdicts and events[0].fault is Fault.SHAPES):
         return _of_events(events, notes, slices)
     if found.verdicts:
-        source, verdict = found.verdicts[0]
-        said = printable(str(verdict["verdict"]))
+        source, kept = found.verdicts[0]
+        judged = Row(who="rl-safe", what="has judged the run", evidence=kept.verdict, source=source, is_culprit=True)
         return Explanation(
-            verdict=said,
-            advice="look at the ranks that it names; their stacks are beside it",
-            cause="verdict of the run",
-            culprits=_culprits_of(verdict),
-            rows=[Row(who="rl-safe", what="has judged the run", evidence=said, source=source, is_culprit=True), *rows],
+            verdict=kept.verdict,
+            advice=kept.advice or "look at the ranks that it names; their stacks are beside it",
+            cause=str(kept.fault or "verdict of the run"),
+            culprits=[str(one) for one in sorted(kept.culprits)],
+            rows=[judged, *rows],
             notes=notes,
             slices=slices,
         )
@@ -487,13 +484,6 @@ def _row(event: Event, *, is_culprit: bool) -> Row:
         evidence=event.text,
         source=event.source,
     )
-
-
-def _culprits_of(verdict: dict[str, Any]) -> list[str]:
-    """Returns the missing ranks of a verdict of ours."""
-    with suppress(KeyError, TypeError, ValueError):
-        return [str(RankId(Role(role), int(rank))) for role, rank in verdict["wait"]["missing"]]
-    return []
 
 
 def _slices(flight: Flight) -> Iterator[Slice]:

@@ -250,6 +250,40 @@ def test_a_verdict_of_ours_is_taken_before_signs_without_a_cause(tmp_path: Path)
     assert (found.verdict, list(found.culprits)) == (verdict["verdict"], ["training rank 1"])
 
 
+def test_the_culprits_the_advice_and_the_fault_of_our_verdict_are_told(tmp_path: Path) -> None:
+    verdict = {
+        "verdict": "training rank 1 has ended with exit code 1",
+        "culprits": [["trainer", 1]],
+        "advice": "install that module",
+        "fault": "import error",
+        "wait": {"missing": [["trainer", 1], ["trainer", 2]]},
+        "waiting": [["trainer", 0, "train", None, None]],
+    }
+    found = explained(tmp_path, {"verdict.json": json.dumps(verdict)})
+    assert (list(found.culprits), found.advice, found.cause) == (["training rank 1"], verdict["advice"], Fault.IMPORT)
+
+
+def test_a_verdict_of_ours_without_a_culprit_blames_no_rank_that_waited(tmp_path: Path) -> None:
+    verdict = {"verdict": "hang", "culprits": [], "fault": None, "wait": {"missing": [["trainer", 1]]}}
+    assert list(explained(tmp_path, {"verdict.json": json.dumps(verdict)}).culprits) == []
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "[]",
+        '{"verdict": "x", "culprits": 7}',
+        '{"verdict": "x", "culprits": [["trainer", 1e999]]}',
+        '{"fault": "x"}',
+        '{"verdict": {}}',
+    ],
+)
+def test_a_damaged_verdict_is_not_read(told: str, tmp_path: Path) -> None:
+    found = explained(tmp_path, {"verdict.json": told})
+    assert not found.is_known
+    assert found.notes[0].startswith("not read: verdict.json (no verdict of ours: ")
+
+
 def test_a_folder_without_a_sign_says_so(tmp_path: Path) -> None:
     found = explained(tmp_path, {"a.log": "all is well\n"})
     assert found.verdict == "not known, because no file here tells how a process ended"
