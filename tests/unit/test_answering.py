@@ -344,10 +344,14 @@ def test_a_rank_that_can_open_no_more_files_leaves_what_it_has_failed_with(tmp_p
     assert "Too many open files" in found.text
 
 
-def test_a_failure_that_nobody_can_read_is_none(tmp_path: Path) -> None:
+def test_a_failure_that_nobody_can_read_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / failure_file(trainer_id(0))).write_text('{"late": {}}')
     (tmp_path / failure_file(trainer_id(1))).write_text("no JSON")
-    assert [read_failure(tmp_path, trainer_id(rank)) for rank in range(3)] == [None] * 3
+    (tmp_path / failure_file(trainer_id(2))).symlink_to("/etc/hostname")
+    (tmp_path / failure_file(trainer_id(3))).mkdir()
+    assert [read_failure(tmp_path, trainer_id(rank)) for rank in range(5)] == [None] * 5
+    told = [f"{failure_file(trainer_id(rank))} cannot be read: " in caplog.text for rank in range(5)]
+    assert told == [True] * 4 + [False], "the last one has left none"
 
 
 def test_a_failure_that_cannot_be_left_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
