@@ -40,7 +40,7 @@ from rl_safe_workers.diagnostics.awaited_children import Child, children_of, wai
 from rl_safe_workers.diagnostics.endings import Ending, Signs, ending_of, look_around
 from rl_safe_workers.diagnostics.flight_recorder import Record, read_flights
 from rl_safe_workers.diagnostics.log_lines import Fault
-from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, look_at
+from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, look_at, told_of_exit
 from rl_safe_workers.diagnostics.stacks import CallFrame, Stack, is_cut_off, py_spy
 from rl_safe_workers.diagnostics.stopped import read_stops
 from rl_safe_workers.diagnostics.thread_waits import wait_of_thread
@@ -165,10 +165,7 @@ class RankProcess:
     def _end(self) -> str:
         if self.exit_code is None or (self.never_ends and self.exit_code == -signal.SIGKILL):
             return "died" if self.never_ends else "has no process any more"
-        if self.exit_code >= 0:
-            return f"has ended with exit code {self.exit_code}"
-        known = {one.value: one.name for one in signal.Signals}
-        return f"was killed by {known.get(-self.exit_code, f'signal {-self.exit_code}')}"
+        return told_of_exit(self.exit_code)
 
     def _last_seen(self) -> str:
         return "" if self.last_place is None else f", last seen at {self.last_place}"

@@ -43,6 +43,7 @@ from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose
 from rl_safe_workers.diagnostics.exit_statuses import EndWatch
 from rl_safe_workers.diagnostics.inquiry import RankProcess
 from rl_safe_workers.diagnostics.log_lines import Fault
+from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, GONE, STOPPED_BY_SIGNAL
 from rl_safe_workers.diagnostics.stopped import Stop, StoppedProcess, StopWatch, read_stops, stopped_process
 from rl_safe_workers.diagnostics.verdict_file import VERDICT_FILE, KeptVerdict, read_verdict
 from rl_safe_workers.errors import (
@@ -66,7 +67,6 @@ _VERDICT, _DONE = "verdict", "done"
 _ENDED = "ended_"
 """Prefix of the name of a symbolic link. Its target is the exit code of a process. A link is created atomically."""
 _ENTRY_BYTES = 64
-_ZOMBIE, _STOPPED, _ASLEEP = "Z", "T", "D"
 _LOOK_S = 0.05
 _LIST_S = 1.0
 """Longest time, in seconds, until a rank that has joined is watched for its end."""
@@ -337,7 +337,7 @@ class Neighbours:
         for one in self._others:
             if (stopped := stopped_process(one.pid, one.rank_id)) is not None:
                 found.append(stopped)
-            elif (stat := stat_of(one.pid)) is not None and stat.state != _ZOMBIE:
+            elif (stat := stat_of(one.pid)) is not None and stat.state not in GONE:
                 break
         return found
 
@@ -455,7 +455,7 @@ def _is_out_of_reach(one: RankProcess) -> bool:
     stat = stat_of(one.pid)
     if stat is None:
         return False
-    return stat.state == _STOPPED or (stat.state == _ASLEEP and one.status == psutil.STATUS_DISK_SLEEP)
+    return stat.state == STOPPED_BY_SIGNAL or (stat.state in DISK_SLEEP and one.status == psutil.STATUS_DISK_SLEEP)
 
 
 def _is_gone(pid: int) -> bool:
