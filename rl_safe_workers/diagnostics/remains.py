@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from rl_safe_workers.diagnostics.explanation import Explanation, Row, Slice
-from rl_safe_workers.diagnostics.flight_files import FLIGHT_ADVICE, Flight, lagging, read_flight_file
+from rl_safe_workers.diagnostics.flight_files import FLIGHT_ADVICE, Flight, Lag, lagging, read_flight_file
 from rl_safe_workers.diagnostics.log_lines import (
     ADVICE,
     Fault,
@@ -368,67 +368,73 @@ def _rank_of(event: Event) -> str | None:
 def _explain(found: _Found) -> Explanation:
     events = sorted(found.events, key=lambda event: event.order)
     notes = [*found.notes, f"read: {found.logs} logs, {len(found.flights)} Flight Recorder files"]
-    rows = [_row(event, is_culprit=False) for event in events[:_SHOWN]]
     if found.unread_flights:
         files = counted(len(found.unread_flights), "Flight Recorder file")
         notes.append(f"not read: {files} ({_MOST_FLIGHTS} were read before)")
-    slices = [one for flight in found.flights for one in _slices(flight)]
     if len(events) > _SHOWN:
         notes.append(f"not shown: {len(events) - _SHOWN} later events")
+    slices = [one for flight in found.flights for one in _slices(flight)]
+    return replace(_cause_in(events, found), notes=notes, slices=slices)
+
+
+def _cause_in(events: Sequence[Event], found: _Found) -> Explanation:
+    """Returns the root cause by the best evidence that there is: a cause in a log, our verdict, lesser signs.
+
+    Args:
+        events: In the order of `Event.order`.
+        found: The rest of what was found.
+    """
+    rows = [_row(event, is_culprit=False) for event in events[:_SHOWN]]
+    tier = events[0].order[0] if events else None
     # About shapes, the run's own verdict knows more than a log: it has compared those of all ranks.
-    if events and events[0].order[0] == 0 and not (found.verdicts and events[0].fault is Fault.SHAPES):
-        return _of_events(events, notes, slices)
+    if tier == 0 and not (found.verdicts and events[0].fault is Fault.SHAPES):
+        return _of_events(events)
     if found.verdicts:
-        source, kept = found.verdicts[0]
-        judged = Row(who="rl-safe", what="has judged the run", evidence=kept.verdict, source=source, is_culprit=True)
-        return Explanation(
-            verdict=kept.verdict,
-            advice=kept.advice or "look at the ranks that it names; their stacks are beside it",
-            cause=str(kept.fault or "verdict of the run"),
-            culprits=[str(one) for one in sorted(kept.culprits)],
-            rows=[judged, *rows],
-            notes=notes,
-            slices=slices,
-        )
-    if events and events[0].order[0] == 1:
-        return _of_events(events, notes, slices)
+        return _of_verdict(*found.verdicts[0], rows)
+    if tier == 1:
+        return _of_events(events)
     if (behind := lagging(found.flights, unread=frozenset(found.unread_flights))) is not None:
-        return Explanation(
-            verdict=behind.verdict,
-            advice=FLIGHT_ADVICE,
-            is_known=bool(behind.culprits),
-            cause="rank outside the collective" if behind.culprits else "",
-            culprits=[f"rank {rank}" for rank in behind.culprits],
-            rows=[
-                *(
-                    Row(who=f"rank {rank}", what=what, is_culprit=rank in behind.culprits)
-                    for rank, what in behind.ranks.items()
-                ),
-                *rows,
-            ],
-            notes=notes,
-            slices=slices,
-        )
+        return _of_flights(behind, rows)
     if events:
-        first = events[0]
         return Explanation(
-            verdict=f"not known, because no log holds what a process died of; the first sign: {_said(first)}",
-            advice=ADVICE[first.fault],
+            verdict=f"not known, because no log holds what a process died of; the first sign: {_said(events[0])}",
+            advice=ADVICE[events[0].fault],
             is_known=False,
             rows=rows,
-            notes=notes,
-            slices=slices,
         )
     return Explanation(
         verdict="not known, because no file here tells how a process ended",
         advice="give the folder with the logs of all ranks, or Ray's session folder, and the kernel's log (dmesg -T)",
         is_known=False,
-        notes=notes,
-        slices=slices,
     )
 
 
-def _of_events(events: Sequence[Event], notes: Sequence[str], slices: Sequence[Slice]) -> Explanation:
+def _of_verdict(source: str, kept: KeptVerdict, rows: Sequence[Row]) -> Explanation:
+    judged = Row(who="rl-safe", what="has judged the run", evidence=kept.verdict, source=source, is_culprit=True)
+    return Explanation(
+        verdict=kept.verdict,
+        advice=kept.advice or "look at the ranks that it names; their stacks are beside it",
+        cause=str(kept.fault or "verdict of the run"),
+        culprits=[str(one) for one in sorted(kept.culprits)],
+        rows=[judged, *rows],
+    )
+
+
+def _of_flights(behind: Lag, rows: Sequence[Row]) -> Explanation:
+    of_ranks = [
+        Row(who=f"rank {rank}", what=what, is_culprit=rank in behind.culprits) for rank, what in behind.ranks.items()
+    ]
+    return Explanation(
+        verdict=behind.verdict,
+        advice=FLIGHT_ADVICE,
+        is_known=bool(behind.culprits),
+        cause="rank outside the collective" if behind.culprits else "",
+        culprits=[f"rank {rank}" for rank in behind.culprits],
+        rows=[*of_ranks, *rows],
+    )
+
+
+def _of_events(events: Sequence[Event]) -> Explanation:
     first = events[0]
     same = [event for event in events if event.order[0] == first.order[0] and event.text == first.text]
     rivals = [
@@ -462,8 +468,6 @@ def _of_events(events: Sequence[Event], notes: Sequence[str], slices: Sequence[S
         cause="" if rivals else str(first.fault),
         culprits=list(dict.fromkeys(event.who for event in same if event.who)),
         rows=[_row(event, is_culprit=event in same) for event in events[:_SHOWN]],
-        notes=notes,
-        slices=slices,
     )
 
 
