@@ -319,19 +319,22 @@ def leave_failure(folder: Path, error: Exception, rank_id: RankId, phase: str) -
 
 
 def read_failure(folder: Path, rank_id: RankId) -> RunError | None:
-    """Returns the failure that a rank wrote by `leave_failure`; None if there is no readable one.
+    """Returns the failure that a rank wrote by `leave_failure`; None if there is none.
+
+    A file that cannot be read counts as none, and is logged.
 
     Args:
         folder: The folder that was passed to `answer_when_asked`.
         rank_id: The rank, dead or alive.
     """
-    with suppress(FileNotFoundError):
-        file = folder / failure_file(rank_id)
-        try:
-            return report_from_text(read_foreign(file, limit_bytes=_FAILURE_BYTES, within=folder, uid=os.getuid()))
-        except ValueError as error:
-            logger.warning("%s cannot be read: %s", file, error)
-    return None
+    file = folder / failure_file(rank_id)
+    try:
+        return report_from_text(read_foreign(file, limit_bytes=_FAILURE_BYTES, within=folder, uid=os.getuid()))
+    except FileNotFoundError:
+        return None  # it has left none
+    except (OSError, ValueError) as error:
+        logger.warning("%s cannot be read: %s", file, error)
+        return None
 
 
 def last_alive_s(folder: Path, rank_id: RankId) -> float | None:

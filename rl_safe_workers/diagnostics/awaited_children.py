@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from rl_safe_workers.control.deadline import Deadline, attempt
-from rl_safe_workers.diagnostics.proc_facts import GONE, descendants_of, look_at
+from rl_safe_workers.diagnostics.proc_facts import GONE, RUNS, descendants_of, look_at
 from rl_safe_workers.diagnostics.stacks import Stack, py_spy
 from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.frames import Frame, frames_inside
@@ -26,7 +26,6 @@ _WAITS = (
 _BEGINS = ("multiprocessing/process.py", "multiprocess/process.py")
 """Ends of the paths of files in which a child begins. The frames outside of it are its parent's, copied by a fork."""
 _HELPERS = ("resource_tracker", "forkserver", "SyncManager", "managers.py")
-_RUNS = "R"
 _COMMAND_CHARACTERS = 80
 _MOST = 8
 """Most children that are looked at, the nearest first."""
@@ -93,7 +92,7 @@ def _look(pid: int, ask: Callable[[int], str], deadline: Deadline) -> list[Child
     if facts.state in GONE or any(helper in facts.command for helper in _HELPERS):
         return []
     text = py_spy(pid, timeout_s=_left_s(deadline.share(0.5)))
-    if not text and facts.state != _RUNS:  # the signal may end a process that runs Python
+    if not text and facts.state != RUNS:  # the signal may end a process that runs Python
         text = ask(pid)
     frames = list(Stack.parse(text).frames) if text else []
     begins = [number for number, frame in enumerate(frames) if frame.file.endswith(_BEGINS)]

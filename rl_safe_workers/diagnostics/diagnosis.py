@@ -137,15 +137,7 @@ def diagnose_answers(
     facts = _Facts.of(ask(patience_s), reported, endings, phase)
     root = _root(facts.known, facts.busy, host_error, phase)
     error = None if root is None else root.error
-    wait = _seen_wait(facts) if error is None else wait_of(error)
-    if root is not None and (mismatch := _mismatch(root, facts.answers, facts.whys)) is not None:
-        found = _found_in_mismatch(mismatch, root, facts)
-    elif wait is not None:
-        found = _found_in_hang(root, wait, facts, is_whole=is_whole)
-    elif root is not None:
-        found = _found_in_failure(root, facts)
-    else:
-        found = _Found({"verdict": "no rank has failed, and no rank waits for others"})
+    found = _find(root, facts, is_whole=is_whole)
     fault = found.fault or _fault(error, found.culprits, facts)
     diagnosis = Diagnosis(
         verdict=found.contents["verdict"],
@@ -157,22 +149,27 @@ def diagnose_answers(
         waiting=facts.spots_of_waiting() | ({} if found.wait is None else at_the_end(found.wait, facts.answers)),
     )
     if evidence is not None:
-        contents = {
-            **found.contents,
-            "culprits": sorted(diagnosis.culprits),
-            "advice": diagnosis.advice,
-            "fault": fault,
-            **({} if host_error is None else {"driver": str(host_error)}),
-            "ranks": {str(one): state for one, state in diagnosis.ranks.items()},
-            "waiting": [[*one, *astuple(spot)] for one, spot in diagnosis.waiting.items()],
-            "endings": {str(one): str(ending) for one, ending in facts.whys.items() if ending is not None},
-        }
+        contents = _contents(found, diagnosis, facts, host_error)
         attempt(
             "keeping the evidence",
             lambda: keep(facts.answers, contents, evidence, first=diagnosis.culprits),
             timeout_s=patience_s,
         )
     return diagnosis
+
+
+def _contents(found: _Found, diagnosis: Diagnosis, facts: _Facts, host_error: RunError | None) -> Mapping[str, Any]:
+    """Returns the contents of ``verdict.json``, which `verdict_file` reads."""
+    return {
+        **found.contents,
+        "culprits": sorted(diagnosis.culprits),
+        "advice": diagnosis.advice,
+        "fault": diagnosis.fault,
+        **({} if host_error is None else {"driver": str(host_error)}),
+        "ranks": {str(one): state for one, state in diagnosis.ranks.items()},
+        "waiting": [[*one, *astuple(spot)] for one, spot in diagnosis.waiting.items()],
+        "endings": {str(one): str(ending) for one, ending in facts.whys.items() if ending is not None},
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +229,18 @@ class _Found:
     """None: take it from the first culprit's ending, or from its error."""
     advice: str = ""
     """Empty: take it from the fault."""
+
+
+def _find(root: RootCause | None, facts: _Facts, *, is_whole: bool) -> _Found:
+    """Reaches the verdict: on different shapes, else on a wait for ranks, else on a failure."""
+    if root is not None and (mismatch := _mismatch(root, facts.answers, facts.whys)) is not None:
+        return _found_in_mismatch(mismatch, root, facts)
+    wait = _seen_wait(facts) if root is None else wait_of(root.error)
+    if wait is not None:
+        return _found_in_hang(root, wait, facts, is_whole=is_whole)
+    if root is not None:
+        return _found_in_failure(root, facts)
+    return _Found({"verdict": "no rank has failed, and no rank waits for others"})
 
 
 def _found_in_mismatch(mismatch: Mismatch, root: RootCause, facts: _Facts) -> _Found:

@@ -38,7 +38,7 @@ class Flight:
     sizes: Sequence[str]
     """The shapes of each work's inputs."""
     groups: Mapping[str, Sequence[int]]
-    """Global ranks of each group, as far as the file tells."""
+    """Global ranks of each group, by torch's name of it, as far as the file tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,31 +79,37 @@ def flight_as_json(path: str) -> bytes:
     record, works = works_of(contents)
     pairs = sorted(zip(works, record["entries"], strict=True), key=lambda pair: pair[0].created_s)[-_MOST_WORKS:]
     groups = {
-        str(name): list(map(int, re.findall(r"\d+", str(config.get("ranks", "")))))[:_MOST_WORKS]
+        _text(name): list(map(int, re.findall(r"\d+", str(config.get("ranks", "")))))[:_MOST_WORKS]
         for name, config in dict(record.get("pg_config", {})).items()
     }
     found: dict[str, Any] = {
         "works": [
             {
-                "op": printable(work.op)[:_NAME_CHARACTERS],
-                "group": printable(work.group)[:_NAME_CHARACTERS],
+                "op": _text(work.op),
+                "group": _text(work.group),
+                "group_name": _text(work.group_name),
                 "number": int(work.number),
                 "has_ended": bool(work.has_ended),
                 "created_s": float(work.created_s),
             }
             for work, _ in pairs
         ],
-        "sizes": [printable(str(entry.get("input_sizes", "")))[:_NAME_CHARACTERS] for _, entry in pairs],
+        "sizes": [_text(entry.get("input_sizes", "")) for _, entry in pairs],
         "groups": groups,
     }
     return json.dumps(found).encode()
 
 
-def lagging(flights: Sequence[Flight]) -> Lag | None:
+def _text(value: object) -> str:
+    return printable(str(value))[:_NAME_CHARACTERS]
+
+
+def lagging(flights: Sequence[Flight], *, unread: frozenset[int] = frozenset()) -> Lag | None:
     """Finds the ranks that did not come to a collective in which others wait; None if nobody waits.
 
     Args:
         flights: The files of the ranks, one or more of each.
+        unread: Ranks with a file that is not among ``flights``.
     """
     records = {rank: Record.of(works) for rank, works in _by_rank(flights).items()}
     waiting = {rank: record.under_way for rank, record in records.items() if record.under_way is not None}
@@ -113,22 +119,23 @@ def lagging(flights: Sequence[Flight]) -> Lag | None:
     if (mismatch := _mismatch(flights, waiting)) is not None:
         said, few = mismatch
         return Lag(verdict=said, culprits=few, ranks=ranks)
-    behind, absent = set[int](), set[int]()
+    behind, absent, unclear = set[int](), set[int](), set[int]()
     for work in waiting.values():
-        for rank in _members(work, flights, records):
-            if rank not in records:
-                absent.add(rank)
-            elif records[rank].begun.get(work.group, 0) < work.number:
-                behind.add(rank)
+        for rank in _members(work, flights, records, unread):
+            if rank in records and records[rank].begun.get(work.group_key, 0) >= work.number:
+                continue
+            (unclear if rank in unread else behind if rank in records else absent).add(rank)
     culprits = sorted(behind - waiting.keys())
     first = min(waiting.values(), key=lambda work: work.created_s)
     held = f"rank {format_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} in {first}"
-    if culprits and not absent:
+    if culprits and not absent and not unclear:
         verdict = f"rank {format_ranks(culprits)} did not come: {held} (number {first.number})"
         return Lag(verdict=verdict, culprits=culprits, ranks=ranks)
     why = (
         f"rank {format_ranks(absent)} has left no Flight Recorder file"
         if absent
+        else f"a Flight Recorder file of rank {format_ranks(unclear)} was not read"
+        if unclear
         else "every rank waits in a collective by its file"
     )
     return Lag(verdict=f"not known, because {why}; {held} (number {first.number})", culprits=(), ranks=ranks)
@@ -141,12 +148,12 @@ def _by_rank(flights: Sequence[Flight]) -> dict[int, list[Work]]:
     return {rank: sorted(works, key=lambda work: work.created_s) for rank, works in sorted(found.items())}
 
 
-def _members(work: Work, flights: Sequence[Flight], records: Mapping[int, Record]) -> set[int]:
+def _members(work: Work, flights: Sequence[Flight], records: Mapping[int, Record], unread: frozenset[int]) -> set[int]:
     """Returns the global ranks of a work's group. For the default group, these are all ranks that have a file."""
-    named = {rank for flight in flights for rank in flight.groups.get(work.group, ())}
+    named = {rank for flight in flights for rank in flight.groups.get(work.group_key, ())}
     if work.group in ("default_pg", "0", "WORLD", ""):
-        named |= records.keys() | {rank for flight in flights for rank in flight.groups.get("", ())}
-    return named or {rank for rank, record in records.items() if work.group in record.begun}
+        named |= records.keys() | unread | {rank for flight in flights for rank in flight.groups.get("", ())}
+    return named or {rank for rank, record in records.items() if work.group_key in record.begun}
 
 
 def _mismatch(flights: Sequence[Flight], waiting: Mapping[int, Work]) -> tuple[str, list[int]] | None:
@@ -157,9 +164,11 @@ def _mismatch(flights: Sequence[Flight], waiting: Mapping[int, Work]) -> tuple[s
         for work, size in zip(flight.works, flight.sizes, strict=True)
     }
     spots: dict[tuple[str, int], dict[tuple[str, str], list[int]]] = {}
+    descriptions: dict[str, str] = {}
     for rank, work in waiting.items():
         kind = work.op, sizes.get((rank, work), "") if "all_reduce" in work.op else ""
-        spots.setdefault((work.group, work.number), {}).setdefault(kind, []).append(rank)
+        spots.setdefault((work.group_key, work.number), {}).setdefault(kind, []).append(rank)
+        descriptions[work.group_key] = work.group
     for (group, number), kinds in spots.items():
         if len(kinds) > 1:
             said = "; ".join(
@@ -167,7 +176,7 @@ def _mismatch(flights: Sequence[Flight], waiting: Mapping[int, Work]) -> tuple[s
             )
             by_size = sorted(kinds.values(), key=len)
             few = by_size[0] if len(by_size[0]) < len(by_size[1]) else list[int]()
-            return f"ranks are in different collectives, number {number} of {group}: {said}", few
+            return f"ranks are in different collectives, number {number} of {descriptions[group]}: {said}", few
     return None
 
 

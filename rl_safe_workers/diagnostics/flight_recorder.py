@@ -32,6 +32,7 @@ class Work:
 
     op: str
     group: str
+    """The group's description, or torch's name of it if it has none. Several groups may have one description."""
     number: int
     """Number among the group's collectives, counted by each member."""
     has_ended: bool
@@ -47,6 +48,11 @@ class Work:
     elements: int = 0
     """Number of elements that this rank gives."""
 
+    @property
+    def group_key(self) -> str:
+        """The text that tells the group from all others: torch's name, or the description if no name is known."""
+        return self.group_name or self.group
+
     def __str__(self) -> str:
         return f"{self.op} of {self.group}"
 
@@ -59,7 +65,7 @@ class Record:
     """The oldest that has not ended."""
     last: Work | None
     begun: Mapping[str, int]
-    """The number of the last one of each group, by the group's name."""
+    """The number of the last one of each group, by `Work.group_key`."""
     recent: Sequence[Work] = ()
     """The last ones, oldest first."""
 
@@ -68,7 +74,7 @@ class Record:
         """Sums up works, oldest first."""
         begun: dict[str, int] = {}
         for work in works:
-            begun[work.group] = max(work.number, begun.get(work.group, 0))
+            begun[work.group_key] = max(work.number, begun.get(work.group_key, 0))
         under_way = next((work for work in works if not work.has_ended), None)
         return cls(under_way=under_way, last=works[-1] if works else None, begun=begun, recent=works[-_RECENT:])
 
@@ -158,7 +164,7 @@ def works_waited_in(records: Mapping[int, Record], missing: Collection[int]) -> 
             (last := record.last) is not None
             and behind
             and rank not in missing
-            and last.number > begun.get(last.group, 0)
+            and last.number > begun.get(last.group_key, 0)
         ):
             found[rank] = last
     return found

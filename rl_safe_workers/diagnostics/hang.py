@@ -21,6 +21,7 @@ from rl_safe_workers.control.deadline import Deadline, attempt
 from rl_safe_workers.diagnostics.answering import stack_file
 from rl_safe_workers.diagnostics.flight_recorder import Work, works_waited_in
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess
+from rl_safe_workers.diagnostics.verdict_file import VERDICT_FILE
 from rl_safe_workers.errors import THE_DRIVER, PhaseTimeoutError, RankError, RunError, StoreLostError, Victim, during
 from rl_safe_workers.frames import own_stacks
 from rl_safe_workers.lifecycle import Phase
@@ -328,7 +329,7 @@ def keep(
     for path in target.iterdir():
         if _EVIDENCE.fullmatch(path.name):
             path.unlink()  # of an earlier run by the same name
-    (target / "verdict.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    (target / VERDICT_FILE).write_text(json.dumps(found, indent=1), encoding="utf-8")
     if with_own_stacks:
         (target / "stack_driver.txt").write_text(own_stacks(), encoding="utf-8")
     for one in sorted(answers.ranks, key=lambda one: one.rank_id not in first):

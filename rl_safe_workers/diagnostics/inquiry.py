@@ -40,7 +40,7 @@ from rl_safe_workers.diagnostics.awaited_children import Child, children_of, wai
 from rl_safe_workers.diagnostics.endings import Ending, Signs, ending_of, look_around
 from rl_safe_workers.diagnostics.flight_recorder import Record, read_flights
 from rl_safe_workers.diagnostics.log_lines import Fault
-from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, look_at
+from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, look_at, told_of_exit
 from rl_safe_workers.diagnostics.stacks import CallFrame, Stack, is_cut_off, py_spy
 from rl_safe_workers.diagnostics.stopped import read_stops
 from rl_safe_workers.diagnostics.thread_waits import wait_of_thread
@@ -56,6 +56,7 @@ _LOOK_S = 0.1
 _KERNEL_LOOK_S = 0.5
 _GONE = "gone"
 _UNKNOWN = "unknown"
+_Version = tuple[int, int, int] | None
 _FLIGHT_BYTES, _STACK_BYTES = 2**28, 2**24
 """Size limits of what is read of a rank's files."""
 
@@ -164,10 +165,7 @@ class RankProcess:
     def _end(self) -> str:
         if self.exit_code is None or (self.never_ends and self.exit_code == -signal.SIGKILL):
             return "died" if self.never_ends else "has no process any more"
-        if self.exit_code >= 0:
-            return f"has ended with exit code {self.exit_code}"
-        known = {one.value: one.name for one in signal.Signals}
-        return f"was killed by {known.get(-self.exit_code, f'signal {-self.exit_code}')}"
+        return told_of_exit(self.exit_code)
 
     def _last_seen(self) -> str:
         return "" if self.last_place is None else f", last seen at {self.last_place}"
@@ -336,27 +334,28 @@ class _Inquiry:
 
         Args:
             folders: The folders with the ranks' pipes.
-            before: The result of `_sizes_of_stacks`.
+            before: The result of `_sizes_of_stacks`, which has the living ranks.
             deadline: End of the whole inquiry.
         """
         stopped = {rank.rank_id for rank in self.ranks if rank.is_stopped}
-        answering: set[RankId] = set()
-        awaited: dict[Path, int] = {}
+        asked: dict[Path, RankProcess] = {}
+        awaited: dict[Path, _Version] = {}
         for folder in folders:
+            old = {file: _version(file) for file in folder.glob("*")}
             # Ranks that have reported their failure are asked, too: their records show their collectives.
-            answering |= _request_all(folder) - stopped
+            here = _request_all(folder) - stopped
             nccl = _request_nccl_flights(folder) - stopped
-            awaited |= {folder / f"{env.NCCL_FLIGHTS}{one.rank}": -1 for one in nccl}
-            gloo = {one for one in answering if one.role is Role.TRAINER}
-            awaited |= {folder / f"{GLOO_FLIGHTS}{one.rank}": -1 for one in gloo}
-        asked = {
-            rank.folder / stack_file(rank.rank_id): rank
-            for rank in self.ranks
-            if rank.folder is not None and rank.rank_id in answering & before.keys()
-        }
-        awaited |= {file: before[rank.rank_id] for file, rank in asked.items()}
+            stacks = {
+                folder / stack_file(rank.rank_id): rank
+                for rank in self.ranks
+                if rank.folder == folder and rank.rank_id in here & before.keys()
+            }
+            files = [folder / f"{env.NCCL_FLIGHTS}{one.rank}" for one in nccl]
+            files += [folder / f"{GLOO_FLIGHTS}{one.rank}" for one in here if one.role is Role.TRAINER]
+            awaited |= {file: old.get(file) for file in (*files, *stacks)}
+            asked |= stacks
         _settle(awaited, deadline.share(0.3))
-        silent = {file: size for file, size in awaited.items() if file in asked and _size(file) <= size}
+        silent = {file: version for file, version in awaited.items() if file in asked and _version(file) == version}
         for file in silent:
             with suppress(OSError):
                 if _listens(asked[file].pid):
@@ -397,9 +396,9 @@ class _Inquiry:
         """Returns the stacks of a forked child, which writes to the rank's own file; empty for any other child."""
         if rank.folder is None or not _listens(pid) or _size(file := rank.folder / stack_file(rank.rank_id)) < 0:
             return ""
-        before = _size(file)
+        before, version = _size(file), _version(file)
         os.kill(pid, STACK_SIGNAL)
-        _settle({file: before}, deadline.share(0.2))
+        _settle({file: version}, deadline.share(0.2))
         written = read_foreign(file, limit_bytes=_STACK_BYTES, uid=os.getuid())
         return written[before:].decode("utf-8", errors="replace")
 
@@ -509,12 +508,23 @@ def _size(file: Path) -> int:
     return -1
 
 
-def _settle(awaited: Mapping[Path, int], deadline: Deadline) -> None:
-    """Waits until each file is larger than before the request, and no file has grown since the last look."""
-    last: list[int] = []
+def _version(file: Path) -> _Version:
+    """Returns a file's inode, time of change in ns and size in bytes; None without a file.
+
+    A record of the Flight Recorder may have the size of the one before it, which it replaces.
+    """
+    with suppress(OSError):
+        found = file.stat()
+        return found.st_ino, found.st_mtime_ns, found.st_size
+    return None
+
+
+def _settle(awaited: Mapping[Path, _Version], deadline: Deadline) -> None:
+    """Waits until each file differs from its version before the request, and none has changed since the last look."""
+    last: list[_Version] = []
     while not deadline.expired:
         time.sleep(_LOOK_S)
-        sizes = [_size(file) for file in awaited]
-        if sizes == last and all(size > before for size, before in zip(sizes, awaited.values(), strict=True)):
+        now = [_version(file) for file in awaited]
+        if now == last and all(version != before for version, before in zip(now, awaited.values(), strict=True)):
             return
-        last = sizes
+        last = now

@@ -11,7 +11,6 @@ fails later waits until the first has its answers, because a launcher ends every
 from __future__ import annotations
 
 import faulthandler
-import json
 import logging
 import os
 import shutil
@@ -44,7 +43,9 @@ from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose
 from rl_safe_workers.diagnostics.exit_statuses import EndWatch
 from rl_safe_workers.diagnostics.inquiry import RankProcess
 from rl_safe_workers.diagnostics.log_lines import Fault
+from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, GONE, STOPPED_BY_SIGNAL
 from rl_safe_workers.diagnostics.stopped import Stop, StoppedProcess, StopWatch, read_stops, stopped_process
+from rl_safe_workers.diagnostics.verdict_file import VERDICT_FILE, KeptVerdict, read_verdict
 from rl_safe_workers.errors import (
     OUTSIDE,
     RankError,
@@ -53,7 +54,7 @@ from rl_safe_workers.errors import (
 )
 from rl_safe_workers.foreign_files import read_foreign
 from rl_safe_workers.frames import frames_of_thread, telling_frame
-from rl_safe_workers.ranks import RankId, Role, name_ranks, trainer_id
+from rl_safe_workers.ranks import RankId, name_ranks, trainer_id
 from rl_safe_workers.reaping.processes import stat_of
 from rl_safe_workers.root_cause import Spot
 
@@ -66,8 +67,6 @@ _VERDICT, _DONE = "verdict", "done"
 _ENDED = "ended_"
 """Prefix of the name of a symbolic link. Its target is the exit code of a process. A link is created atomically."""
 _ENTRY_BYTES = 64
-_VERDICT_BYTES = 2**24
-_ZOMBIE, _STOPPED, _ASLEEP = "Z", "T", "D"
 _LOOK_S = 0.05
 _LIST_S = 1.0
 """Longest time, in seconds, until a rank that has joined is watched for its end."""
@@ -228,20 +227,10 @@ class Neighbours:
         holders = {pids[stay.holder] for stay in late.values() if stay.holder in pids}
         return holders or late.keys(), f"{'; '.join(said)}\n{_LATE}"
 
-    def _read_verdict(self) -> Diagnosis | None:
+    def _read_verdict(self) -> KeptVerdict | None:
         try:
-            file = self.evidence / "verdict.json"
-            told = json.loads(read_foreign(file, limit_bytes=_VERDICT_BYTES, within=self.evidence, uid=os.getuid()))
-            return Diagnosis(
-                verdict=str(told["verdict"]),
-                advice=str(told["advice"]),
-                culprits=frozenset(RankId(Role(role), int(rank)) for role, rank in told["culprits"]),
-                fault=None if told["fault"] is None else Fault(told["fault"]),
-                error=None,
-                ranks={},
-                waiting={RankId(Role(role), int(rank)): Spot(*spot) for role, rank, *spot in told["waiting"]},
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return read_verdict(self.evidence / VERDICT_FILE, within=self.evidence, uid=os.getuid())
+        except (OSError, ValueError) as error:
             logger.debug("the verdict of another rank cannot be read: %s", error)
             return None
 
@@ -348,7 +337,7 @@ class Neighbours:
         for one in self._others:
             if (stopped := stopped_process(one.pid, one.rank_id)) is not None:
                 found.append(stopped)
-            elif (stat := stat_of(one.pid)) is not None and stat.state != _ZOMBIE:
+            elif (stat := stat_of(one.pid)) is not None and stat.state not in GONE:
                 break
         return found
 
@@ -466,7 +455,7 @@ def _is_out_of_reach(one: RankProcess) -> bool:
     stat = stat_of(one.pid)
     if stat is None:
         return False
-    return stat.state == _STOPPED or (stat.state == _ASLEEP and one.status == psutil.STATUS_DISK_SLEEP)
+    return stat.state == STOPPED_BY_SIGNAL or (stat.state in DISK_SLEEP and one.status == psutil.STATUS_DISK_SLEEP)
 
 
 def _is_gone(pid: int) -> bool:

@@ -86,8 +86,10 @@ _COMMAND_CHARACTERS = 200
 _LOCK = re.compile(r"^(\d+): (-> )?\S+\s+\S+\s+\S+\s+(\d+) ")
 _TORCHRUN = re.compile(r"\btorchrun\b|\btorch[./]distributed[./](run|launch)\b")
 """Finds torchrun in a command line."""
-STOPPED, DISK_SLEEP, GONE = frozenset("tT"), frozenset("D"), frozenset("ZXx-")
-"""States of a process, by the letters of ``/proc/PID/stat``; ``-`` stands for no process."""
+RUNS, STOPPED_BY_SIGNAL, NO_PROCESS = "R", "T", "-"
+"""States of a process, by the letters of ``/proc/PID/stat``; ``-`` is not the kernel's. A debugger's stop is ``t``."""
+STOPPED, DISK_SLEEP, GONE = frozenset({STOPPED_BY_SIGNAL, "t"}), frozenset("D"), frozenset({*"ZXx", NO_PROCESS})
+"""Kinds of these states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,13 +161,16 @@ class ProcessFacts:
 
     def describe_end(self) -> str:
         """Returns the end of a sentence about a process that has ended."""
-        if self.state == "-":
+        if self.state == NO_PROCESS:
             return "has no process any more"
         if self.exit_code is None:
             return "has ended, and its parent has not asked how"
-        if self.exit_code >= 0:
-            return f"has ended with exit code {self.exit_code}"
-        return f"was killed by {signal_name(-self.exit_code)}"
+        return told_of_exit(self.exit_code)
+
+
+def told_of_exit(exit_code: int) -> str:
+    """Returns the end of a sentence about a process that has ended; a negative code stands for a signal."""
+    return f"has ended with exit code {exit_code}" if exit_code >= 0 else f"was killed by {signal_name(-exit_code)}"
 
 
 def signal_name(number: int) -> str:
@@ -184,7 +189,7 @@ def look_at(pid: int, thread: int | None = None) -> ProcessFacts:
     folder = _PROC / str(pid)
     stat = _bytes(folder / "stat")
     if not stat:
-        return ProcessFacts(pid=pid, state="-")
+        return ProcessFacts(pid=pid, state=NO_PROCESS)
     # The process name, in parentheses, may contain any character.
     fields = stat.rpartition(b")")[2].split()
     state = fields[0].decode("ascii", errors="replace")

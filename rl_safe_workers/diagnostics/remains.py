@@ -10,13 +10,12 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from rl_safe_workers.diagnostics.explanation import Explanation, Row, Slice
-from rl_safe_workers.diagnostics.flight_files import FLIGHT_ADVICE, Flight, lagging, read_flight_file
+from rl_safe_workers.diagnostics.flight_files import FLIGHT_ADVICE, Flight, Lag, lagging, read_flight_file
 from rl_safe_workers.diagnostics.log_lines import (
     ADVICE,
     Fault,
@@ -29,11 +28,11 @@ from rl_safe_workers.diagnostics.log_lines import (
     stripped,
     time_of,
 )
+from rl_safe_workers.diagnostics.verdict_file import VERDICT_FILE, KeptVerdict, read_verdict
 from rl_safe_workers.errors import RlSafeError, UsageError
 from rl_safe_workers.findings import counted
-from rl_safe_workers.foreign_files import SMALL_BYTES, entries_below, kind_of, open_foreign, printable, read_json
+from rl_safe_workers.foreign_files import entries_below, kind_of, open_foreign, printable
 from rl_safe_workers.frames import Frame, relative, telling_frame
-from rl_safe_workers.ranks import RankId, Role
 
 _MOST_FILES, _MOST_FLIGHTS = 20_000, 512
 _HEAD_BYTES, _TAIL_BYTES = 2**20, 8 * 2**20
@@ -93,7 +92,9 @@ class Event:
 class _Found:
     events: list[Event] = field(default_factory=list)
     flights: list[Flight] = field(default_factory=list)
-    verdicts: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    unread_flights: list[int] = field(default_factory=list)
+    """The rank of each Flight Recorder file beyond the limit."""
+    verdicts: list[tuple[str, KeptVerdict]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     logs: int = 0
     pids: dict[str, int] = field(default_factory=dict)
@@ -135,13 +136,13 @@ def _read(path: Path, folder: Path, found: _Found) -> None:
     for pid in pids_in_name(name):
         found.pids[name.split("-")[1]] = pid
     try:
-        if name == "verdict.json":
-            verdict = read_json(path, limit_bytes=64 * SMALL_BYTES, within=folder)
-            if isinstance(verdict, dict) and isinstance(verdict.get("verdict"), str):
-                found.verdicts.append((source, verdict))
+        if name == VERDICT_FILE:
+            found.verdicts.append((source, read_verdict(path, within=folder)))
         elif (flight := _FLIGHTS.fullmatch(name)) is not None:
             if len(found.flights) < _MOST_FLIGHTS:
                 found.flights.append(read_flight_file(path, global_rank=int(flight[3])))
+            else:
+                found.unread_flights.append(int(flight[3]))
         elif _LOGS.fullmatch(name) and not name.startswith(("stack_", "place_")):
             _read_log(path, source, found)
     except (OSError, ValueError) as error:
@@ -367,64 +368,73 @@ def _rank_of(event: Event) -> str | None:
 def _explain(found: _Found) -> Explanation:
     events = sorted(found.events, key=lambda event: event.order)
     notes = [*found.notes, f"read: {found.logs} logs, {len(found.flights)} Flight Recorder files"]
-    rows = [_row(event, is_culprit=False) for event in events[:_SHOWN]]
-    slices = [one for flight in found.flights for one in _slices(flight)]
+    if found.unread_flights:
+        files = counted(len(found.unread_flights), "Flight Recorder file")
+        notes.append(f"not read: {files} ({_MOST_FLIGHTS} were read before)")
     if len(events) > _SHOWN:
         notes.append(f"not shown: {len(events) - _SHOWN} later events")
+    slices = [one for flight in found.flights for one in _slices(flight)]
+    return replace(_cause_in(events, found), notes=notes, slices=slices)
+
+
+def _cause_in(events: Sequence[Event], found: _Found) -> Explanation:
+    """Returns the root cause by the best evidence that there is: a cause in a log, our verdict, lesser signs.
+
+    Args:
+        events: In the order of `Event.order`.
+        found: The rest of what was found.
+    """
+    rows = [_row(event, is_culprit=False) for event in events[:_SHOWN]]
+    tier = events[0].order[0] if events else None
     # About shapes, the run's own verdict knows more than a log: it has compared those of all ranks.
-    if events and events[0].order[0] == 0 and not (found.verdicts and events[0].fault is Fault.SHAPES):
-        return _of_events(events, notes, slices)
+    if tier == 0 and not (found.verdicts and events[0].fault is Fault.SHAPES):
+        return _of_events(events)
     if found.verdicts:
-        source, verdict = found.verdicts[0]
-        said = printable(str(verdict["verdict"]))
-        return Explanation(
-            verdict=said,
-            advice="look at the ranks that it names; their stacks are beside it",
-            cause="verdict of the run",
-            culprits=_culprits_of(verdict),
-            rows=[Row(who="rl-safe", what="has judged the run", evidence=said, source=source, is_culprit=True), *rows],
-            notes=notes,
-            slices=slices,
-        )
-    if events and events[0].order[0] == 1:
-        return _of_events(events, notes, slices)
-    if (behind := lagging(found.flights)) is not None:
-        return Explanation(
-            verdict=behind.verdict,
-            advice=FLIGHT_ADVICE,
-            is_known=bool(behind.culprits),
-            cause="rank outside the collective" if behind.culprits else "",
-            culprits=[f"rank {rank}" for rank in behind.culprits],
-            rows=[
-                *(
-                    Row(who=f"rank {rank}", what=what, is_culprit=rank in behind.culprits)
-                    for rank, what in behind.ranks.items()
-                ),
-                *rows,
-            ],
-            notes=notes,
-            slices=slices,
-        )
+        return _of_verdict(*found.verdicts[0], rows)
+    if tier == 1:
+        return _of_events(events)
+    if (behind := lagging(found.flights, unread=frozenset(found.unread_flights))) is not None:
+        return _of_flights(behind, rows)
     if events:
-        first = events[0]
         return Explanation(
-            verdict=f"not known, because no log holds what a process died of; the first sign: {_said(first)}",
-            advice=ADVICE[first.fault],
+            verdict=f"not known, because no log holds what a process died of; the first sign: {_said(events[0])}",
+            advice=ADVICE[events[0].fault],
             is_known=False,
             rows=rows,
-            notes=notes,
-            slices=slices,
         )
     return Explanation(
         verdict="not known, because no file here tells how a process ended",
         advice="give the folder with the logs of all ranks, or Ray's session folder, and the kernel's log (dmesg -T)",
         is_known=False,
-        notes=notes,
-        slices=slices,
     )
 
 
-def _of_events(events: Sequence[Event], notes: Sequence[str], slices: Sequence[Slice]) -> Explanation:
+def _of_verdict(source: str, kept: KeptVerdict, rows: Sequence[Row]) -> Explanation:
+    judged = Row(who="rl-safe", what="has judged the run", evidence=kept.verdict, source=source, is_culprit=True)
+    return Explanation(
+        verdict=kept.verdict,
+        advice=kept.advice or "look at the ranks that it names; their stacks are beside it",
+        cause=str(kept.fault or "verdict of the run"),
+        culprits=[str(one) for one in sorted(kept.culprits)],
+        rows=[judged, *rows],
+    )
+
+
+def _of_flights(behind: Lag, rows: Sequence[Row]) -> Explanation:
+    of_ranks = [
+        Row(who=f"rank {rank}", what=what, is_culprit=rank in behind.culprits) for rank, what in behind.ranks.items()
+    ]
+    return Explanation(
+        verdict=behind.verdict,
+        advice=FLIGHT_ADVICE,
+        is_known=bool(behind.culprits),
+        cause="rank outside the collective" if behind.culprits else "",
+        culprits=[f"rank {rank}" for rank in behind.culprits],
+        rows=[*of_ranks, *rows],
+    )
+
+
+def _of_events(events: Sequence[Event]) -> Explanation:
     first = events[0]
     same = [event for event in events if event.order[0] == first.order[0] and event.text == first.text]
     rivals = [
@@ -458,8 +468,6 @@ def _of_events(events: Sequence[Event], notes: Sequence[str], slices: Sequence[S
         cause="" if rivals else str(first.fault),
         culprits=list(dict.fromkeys(event.who for event in same if event.who)),
         rows=[_row(event, is_culprit=event in same) for event in events[:_SHOWN]],
-        notes=notes,
-        slices=slices,
     )
 
 
@@ -480,13 +488,6 @@ def _row(event: Event, *, is_culprit: bool) -> Row:
         evidence=event.text,
         source=event.source,
     )
-
-
-def _culprits_of(verdict: dict[str, Any]) -> list[str]:
-    """Returns the missing ranks of a verdict of ours."""
-    with suppress(KeyError, TypeError, ValueError):
-        return [str(RankId(Role(role), int(rank))) for role, rank in verdict["wait"]["missing"]]
-    return []
 
 
 def _slices(flight: Flight) -> Iterator[Slice]:

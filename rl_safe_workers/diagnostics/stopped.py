@@ -28,6 +28,7 @@ import psutil
 
 from rl_safe_workers import env
 from rl_safe_workers.diagnostics.answering import in_background, open_anew, ranks_by_process, read_place
+from rl_safe_workers.diagnostics.proc_facts import GONE, NO_PROCESS, STOPPED_BY_SIGNAL
 from rl_safe_workers.errors import RankError, Stopped
 from rl_safe_workers.foreign_files import read_foreign
 from rl_safe_workers.lifecycle import unix_now
@@ -47,8 +48,6 @@ _LATE_S = 2.0
 _ENDING_S = 5.0
 _FELT_S = 60.0
 """Seconds after the end of a process within which the failure of a rank may be a consequence."""
-_STOPPED, _ENDED = "T", (None, "X", "Z")
-"""The kernel's letters for states of processes; None where there is no process any more."""
 _MOST_PARENTS = 16
 _RECORD_BYTES = 2**16
 
@@ -144,7 +143,7 @@ class StoppedProcess:
 
     def end(self) -> bool:
         """Kills the process if it is still stopped. Returns False if it was continued, or has ended, since."""
-        if self.state() != _STOPPED:
+        if self.state() != STOPPED_BY_SIGNAL:
             return False
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
@@ -311,7 +310,7 @@ class StopWatch:
                 *(one.who, "" if at is None else f", last seen at {at}", self._limit_s, one.pid),
             )
         for one, seen_s in news.over:
-            if one.state() not in _ENDED:
+            if (one.state() or NO_PROCESS) not in GONE:
                 logger.warning("%s goes on after %.0f s", one.who, seen_s)
         for one, seen_s in news.expired:
             self._end(one, seen_s)
@@ -334,7 +333,7 @@ class StopWatch:
         return None if one.rank_id is None else read_place(self._folder, one.rank_id)
 
     def _end(self, one: StoppedProcess, seen_s: float) -> None:
-        if one.state() != _STOPPED:  # the next look reports it
+        if one.state() != STOPPED_BY_SIGNAL:  # the next look reports it
             return
         stop = Stop(process=one, place=self._place(one), at_s=unix_now() - seen_s, lasted_s=seen_s)
         file = _record_of(self._folder, one)
@@ -390,7 +389,7 @@ def stopped_processes(run_id: str, folder: Path, node: str | None = None) -> lis
     for pid in _pids():
         with suppress(psutil.Error, PermissionError):  # it has ended, or is another user's
             stat = stat_of(pid)
-            if stat is None or stat.state != _STOPPED or pid == os.getpid():
+            if stat is None or stat.state != STOPPED_BY_SIGNAL or pid == os.getpid():
                 continue
             process = psutil.Process(pid)
             environ = process.environ()
@@ -412,7 +411,7 @@ def stopped_processes(run_id: str, folder: Path, node: str | None = None) -> lis
 def stopped_process(pid: int, rank_id: RankId) -> StoppedProcess | None:
     """Returns the process of a rank if it is stopped, else None."""
     stat = stat_of(pid)
-    if stat is None or stat.state != _STOPPED:
+    if stat is None or stat.state != STOPPED_BY_SIGNAL:
         return None
     return StoppedProcess(pids=(pid,), started=stat.started, rank_id=rank_id, is_rank=True, name=str(rank_id))
 

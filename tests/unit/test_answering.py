@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ import pytest
 
 from rl_safe_workers import frames
 from rl_safe_workers.diagnostics.answering import (
+    GLOO_FLIGHTS,
     failure_file,
+    in_background,
     leave_failure,
     note_phase,
     place_file,
@@ -28,6 +31,7 @@ from rl_safe_workers.diagnostics.answering import (
     read_phase,
     read_place,
     read_stays,
+    request_pipe,
 )
 from rl_safe_workers.diagnostics.inquiry import RankProcess, ask_ranks
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, Raised, RankError
@@ -344,10 +348,46 @@ def test_a_rank_that_can_open_no_more_files_leaves_what_it_has_failed_with(tmp_p
     assert "Too many open files" in found.text
 
 
-def test_a_failure_that_nobody_can_read_is_none(tmp_path: Path) -> None:
+def test_a_failure_that_nobody_can_read_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / failure_file(trainer_id(0))).write_text('{"late": {}}')
     (tmp_path / failure_file(trainer_id(1))).write_text("no JSON")
-    assert [read_failure(tmp_path, trainer_id(rank)) for rank in range(3)] == [None] * 3
+    (tmp_path / failure_file(trainer_id(2))).symlink_to("/etc/hostname")
+    (tmp_path / failure_file(trainer_id(3))).mkdir()
+    assert [read_failure(tmp_path, trainer_id(rank)) for rank in range(5)] == [None] * 5
+    told = [f"{failure_file(trainer_id(rank))} cannot be read: " in caplog.text for rank in range(5)]
+    assert told == [True] * 4 + [False], "the last one has left none"
+
+
+def _asked(rank: int, folder: Path) -> RankProcess:
+    """A rank whose process has ended, and for which a thread still answers: with a record, after a while."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    folder.mkdir(exist_ok=True)
+    os.mkfifo(folder / request_pipe(trainer_id(rank)))
+    pipe = os.open(folder / request_pipe(trainer_id(rank)), os.O_RDWR)
+
+    def answer() -> None:
+        os.read(pipe, 1)
+        os.close(pipe)
+        time.sleep(0.5)
+        (folder / "unfinished").write_bytes(b"new")
+        (folder / "unfinished").rename(folder / f"{GLOO_FLIGHTS}{rank}")
+
+    in_background("answer", answer)
+    return RankProcess(rank_id=trainer_id(rank), pid=ended.pid, folder=folder, exit_code=0)
+
+
+def test_the_record_of_an_earlier_request_is_not_taken_for_the_answer(tmp_path: Path) -> None:
+    (tmp_path / f"{GLOO_FLIGHTS}0").write_bytes(b"old")  # as long as the new one
+    rank = _asked(0, tmp_path)
+    assert zlib.decompress(ask_ranks(lambda: [rank], patience_s=10.0).flights[f"{GLOO_FLIGHTS}0"]) == b"new"
+
+
+def test_no_record_of_a_rank_is_awaited_in_the_folder_of_another(tmp_path: Path) -> None:
+    ranks = [_asked(rank, tmp_path / f"asked_{rank}") for rank in range(2)]
+    began_s = time.monotonic()
+    assert len(ask_ranks(lambda: ranks, patience_s=60.0).flights) == 2
+    assert time.monotonic() - began_s < 10.0, "it has waited 16 s for a file that nobody writes"
 
 
 def test_a_failure_that_cannot_be_left_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

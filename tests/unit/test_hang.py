@@ -564,8 +564,8 @@ def test_ranks_of_a_node_that_does_not_answer_may_be_the_missing_ones(tmp_path: 
     assert evidence(tmp_path)["silent_nodes"] == ["node1"]
 
 
-def work(group: str, number: int, created_s: float, *, has_ended: bool = True) -> Work:
-    return Work(op="all_reduce", group=group, number=number, has_ended=has_ended, created_s=created_s)
+def work(group: str, number: int, created_s: float, *, has_ended: bool = True, name: str = "") -> Work:
+    return Work(op="all_reduce", group=group, number=number, has_ended=has_ended, created_s=created_s, group_name=name)
 
 
 def records(**works: list[Work]) -> dict[int, Record]:
@@ -579,3 +579,8 @@ def test_a_collective_that_gave_up_is_known_by_the_missing_ranks_not_having_begu
     assert works_waited_in(records(rank0=both, rank1=both), {1}) == {}
     # Of a stopped rank there is no record.
     assert works_waited_in(records(rank0=[*both, last]), {1}) == {}
+
+
+def test_a_number_in_another_group_of_one_description_does_not_count() -> None:
+    last, other = work("TP", 2, 1.0, name="1"), work("TP", 9, 1.0, name="2")
+    assert works_waited_in(records(rank0=[last], rank2=[other]), {2}) == {0: last}

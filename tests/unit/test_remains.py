@@ -250,6 +250,40 @@ def test_a_verdict_of_ours_is_taken_before_signs_without_a_cause(tmp_path: Path)
     assert (found.verdict, list(found.culprits)) == (verdict["verdict"], ["training rank 1"])
 
 
+def test_the_culprits_the_advice_and_the_fault_of_our_verdict_are_told(tmp_path: Path) -> None:
+    verdict = {
+        "verdict": "training rank 1 has ended with exit code 1",
+        "culprits": [["trainer", 1]],
+        "advice": "install that module",
+        "fault": "import error",
+        "wait": {"missing": [["trainer", 1], ["trainer", 2]]},
+        "waiting": [["trainer", 0, "train", None, None]],
+    }
+    found = explained(tmp_path, {"verdict.json": json.dumps(verdict)})
+    assert (list(found.culprits), found.advice, found.cause) == (["training rank 1"], verdict["advice"], Fault.IMPORT)
+
+
+def test_a_verdict_of_ours_without_a_culprit_blames_no_rank_that_waited(tmp_path: Path) -> None:
+    verdict = {"verdict": "hang", "culprits": [], "fault": None, "wait": {"missing": [["trainer", 1]]}}
+    assert list(explained(tmp_path, {"verdict.json": json.dumps(verdict)}).culprits) == []
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "[]",
+        '{"verdict": "x", "culprits": 7}',
+        '{"verdict": "x", "culprits": [["trainer", 1e999]]}',
+        '{"fault": "x"}',
+        '{"verdict": {}}',
+    ],
+)
+def test_a_damaged_verdict_is_not_read(told: str, tmp_path: Path) -> None:
+    found = explained(tmp_path, {"verdict.json": told})
+    assert not found.is_known
+    assert found.notes[0].startswith("not read: verdict.json (no verdict of ours: ")
+
+
 def test_a_folder_without_a_sign_says_so(tmp_path: Path) -> None:
     found = explained(tmp_path, {"a.log": "all is well\n"})
     assert found.verdict == "not known, because no file here tells how a process ended"
@@ -257,10 +291,12 @@ def test_a_folder_without_a_sign_says_so(tmp_path: Path) -> None:
         explain_folder(tmp_path / "a.log")
 
 
-def flight(works: list[tuple[str, int, bool]], size: int = 3) -> bytes:
+def flight(
+    works: list[tuple[str, int, bool]], size: int = 3, *, group: tuple[str, str] = ("0", "default_pg"), told: str = ""
+) -> bytes:
     entries = [
         {
-            "process_group": ("0", "default_pg"),
+            "process_group": group,
             "profiling_name": f"nccl:{op}",
             "collective_seq_id": number,
             "retired": ended,
@@ -270,7 +306,8 @@ def flight(works: list[tuple[str, int, bool]], size: int = 3) -> bytes:
         }
         for op, number, ended in works
     ]
-    return pickle.dumps({"entries": entries, "pg_config": {"": {"ranks": str(list(range(size)))}}})
+    groups = {"": {"ranks": str(list(range(size)))}} | ({group[0]: {"ranks": told}} if told else {})
+    return pickle.dumps({"entries": entries, "pg_config": groups})
 
 
 def test_the_rank_that_is_behind_by_its_flight_record_is_named(tmp_path: Path) -> None:
@@ -304,6 +341,56 @@ def test_a_rank_without_a_flight_record_is_not_blamed(tmp_path: Path) -> None:
     found = explain_folder(tmp_path)
     assert (found.is_known, list(found.culprits)) == (False, [])
     assert "rank 2 has left no Flight Recorder file" in found.verdict
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_groups_of_one_description_are_told_apart_by_their_names(tmp_path: Path, is_told: bool) -> None:
+    for number, done in enumerate([10, 9, 4, 4]):
+        name, members = ("1", "[0, 1]") if number < 2 else ("2", "[2, 3]")
+        written = flight(
+            [("all_reduce", done, number != 0)],
+            size=0,
+            group=(name, "TENSOR_MODEL_PARALLEL_GROUP"),
+            told=members if is_told else "",  # gloo's files do not tell members
+        )
+        (tmp_path / f"flight_nccl_{number}").write_bytes(written)
+    found = explain_folder(tmp_path)
+    assert found.culprits == ["rank 1"]
+    assert found.verdict == (
+        "rank 1 did not come: rank 0 waits in all_reduce of TENSOR_MODEL_PARALLEL_GROUP (number 10)"
+    )
+
+
+def test_the_same_place_of_two_groups_of_one_description_is_no_mismatch(tmp_path: Path) -> None:
+    for number, op in enumerate(["all_reduce", "broadcast"]):
+        written = flight([(op, 1, False)], size=0, group=(str(number), "TP"), told=f"[{number}, {number + 2}]")
+        (tmp_path / f"flight_nccl_{number}").write_bytes(written)
+    found = explain_folder(tmp_path)
+    assert "different collectives" not in found.verdict
+    assert "rank 2-3 has left no Flight Recorder file" in found.verdict
+
+
+def test_files_beyond_the_limit_are_told_and_their_ranks_are_not_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_safe_workers.diagnostics.remains._MOST_FLIGHTS", 3)
+    for number in range(4):
+        works = [("all_reduce", 1, True)] + [("all_gather", 2, False)] * (number != 1)
+        (tmp_path / f"flight_nccl_{number}").write_bytes(flight(works, size=4))
+    found = explain_folder(tmp_path)
+    assert list(found.culprits) == []
+    assert found.verdict.startswith("not known, because a Flight Recorder file of rank 3 was not read; ")
+    assert "not read: 1 Flight Recorder file (3 were read before)" in found.notes
+
+
+def test_a_rank_of_which_one_file_is_not_read_is_not_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_safe_workers.diagnostics.remains._MOST_FLIGHTS", 3)
+    for number in range(2):
+        (tmp_path / f"flight_gloo_{number}").write_bytes(flight([("barrier", 1, True)], size=2, group=("1", "TP")))
+        (tmp_path / f"flight_nccl_{number}").write_bytes(flight([("all_gather", 2, False)], size=2))
+    found = explain_folder(tmp_path)
+    assert list(found.culprits) == []
+    assert found.verdict.startswith("not known, because a Flight Recorder file of rank 1 was not read; ")
 
 
 class _Runs:
