@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from rl_safe_workers.control.failure import Failure
-from rl_safe_workers.errors import PhaseTimeoutError, WeightSyncError, first_line
+from rl_safe_workers.errors import PhaseTimeoutError, Victim, WeightSyncError, first_line
+from rl_safe_workers.ranks import trainer_id
 from rl_safe_workers.rollout.protocol import Bucket
+from rl_safe_workers.root_cause import cause_of
 from rl_safe_workers.workers.outgoing import Items, Outgoing
 from rl_safe_workers.worlds import gpu_pair
 from rl_safe_workers.worlds.address import StoreAddress
@@ -77,6 +79,8 @@ def test_a_rollout_rank_that_stops_reading_fails_all_trainers_before_they_give_u
 ) -> None:
     seen = run(Case(colocated=True, reads=1, stays=stays))
     _assert_named(seen, f"joint rank {FAILING}: its pair did not keep up: ")
+    # Nobody blames the trainer, which only waited for the engine.
+    assert {cause_of(rank.error, trainer_id(number)) for number, rank in enumerate(seen)} == {Victim()}
     # The pair may take half of the time; the broadcasts among the trainers, all of it.
     assert max(rank.waited_s for rank in seen) < 0.75 * SYNC_S
 
