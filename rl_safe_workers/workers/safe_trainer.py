@@ -151,9 +151,10 @@ class SafeTrainer(TrainingRank):
         """Lets the parts finish work that must not overlap the teardown; returns the failure, or None."""
         try:
             self.before(Phase.TEARDOWN)
-        except RlSafeError as error:
-            logger.warning("teardown: %s", error)
-            return str(error)
+        except Exception as error:  # the other ranks wait for this rank's verdict
+            text = in_one_line(error)
+            logger.warning("teardown: %s", text)
+            return text
         return None
 
     def _leave_joint_group(self, failure: str | None) -> str | None:
@@ -175,7 +176,6 @@ class SafeTrainer(TrainingRank):
         """Lets the parts tell waiting ranks that this rank has failed; returns the failure."""
         try:
             self.abort(failure)
-        except RlSafeError as error:
-            # The exchange of verdicts reports this again, because it uses the same store.
-            logger.warning("teardown: %s", error)
+        except Exception as error:  # the other ranks wait for this rank's verdict
+            logger.warning("teardown: giving up unfinished work: %s", in_one_line(error))
         return failure

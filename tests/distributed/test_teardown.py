@@ -15,9 +15,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import LifecycleError, PhaseTimeoutError
+from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import trainer_id
 from rl_safe_workers.workers import safe_trainer
 from rl_safe_workers.worlds.address import StoreAddress
+from rl_safe_workers.worlds.training_rank import Part
 from tests.distributed.ranks import run_ranks, values
 from tests.distributed.recording import recorded_collectives
 from tests.distributed.worker import Worker, exchange_address, run_config
@@ -110,6 +112,34 @@ def test_after_a_failure_everyone_knows_it_and_no_group_is_touched(address, conf
         assert first["collectives"] == second["collectives"] == 0
         assert first["initialised"] == second["initialised"] == (True, True)
         assert max(first["took_s"], second["took_s"]) < TEARDOWN_S / 2
+
+
+class _FullDisk(Part):
+    """A part that ends its work, or gives it up, on a disk that is full."""
+
+    def before(self, phase: Phase) -> None:
+        if phase is Phase.TEARDOWN:
+            raise OSError(28, "No space left on device")
+
+    def abort(self, reason: str) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def _one_has_a_full_disk(
+    rank: int, address: StoreAddress, config: RunConfig, failure: str | None
+) -> list[dict[str, Any]]:
+    worker = Worker(config, rank=rank, size=2)
+    worker.start(address)
+    if rank == 0:
+        worker.safe.add_part(_FullDisk(worker.safe))
+    return [_end(worker, failure if rank == 0 else None)]
+
+
+@pytest.mark.parametrize("failure", [None, "out of memory"])
+def test_a_part_that_cannot_end_its_work_fails_its_rank_and_nobody_waits(failure: str | None, address, config) -> None:
+    for (end,) in values(run_ranks(_one_has_a_full_disk, 2, address, config, failure)):
+        assert end["failed"] == {0: failure or "OSError: [Errno 28] No space left on device"}
+        assert end["took_s"] < TEARDOWN_S / 2
 
 
 def _one_is_silent(rank: int, address: StoreAddress, config: RunConfig) -> dict[str, Any]:
