@@ -276,6 +276,9 @@ class HostedTrainer:
         reported = error if isinstance(error, Exception) else RuntimeError(text)
         reports: dict[RankId, RunError] = {}
         try:
+            if not trainer.has_control:
+                self.end(text)  # the ranks have not met, so that there is nobody to tell
+                return
             within(lambda: trainer.control.report_failure(reported, phase=phase), _TOLD, what="reporting the failure")
             failed = self.end(text)
             silent = [rank for rank, reason in failed.items() if reason == NO_VERDICT]

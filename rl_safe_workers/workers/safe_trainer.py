@@ -110,7 +110,8 @@ class SafeTrainer(TrainingRank):
         """Exchanges verdicts, then destroys every group if all is well. Idempotent; also after a partial set-up.
 
         Collective over: the training world. If a rank failed, gave no verdict, or does not arrive after its verdict,
-        this rank aborts its groups: to destroy them, NCCL would wait for that rank. The process can exit after that.
+        this rank aborts its groups: to destroy them, NCCL would wait for that rank. The process can exit after that. If
+        the ranks of a host's world have not met, this rank aborts its groups without an exchange.
 
         Args:
             failure: None if this rank is well, else its failure in one line.
@@ -126,6 +127,11 @@ class SafeTrainer(TrainingRank):
             if not self.has_world or self._verdict is not None:
                 self.weights.leave(failed=True)
                 return self._verdict or {}
+            if not self.has_control:
+                # The ranks of a host's world have not met, so that there is nobody to tell.
+                self._verdict = {} if failure is None else {self.training_rank: failure}
+                abort_groups(self.world, timeout=_ABORT)
+                return self._verdict
             failure = self._finish_everything() if failure is None else self._give_up_everything(failure)
             self.deadline = Deadline.after(self.timeout(Phase.TEARDOWN))
             failure = self._leave_joint_group(failure)

@@ -1,0 +1,55 @@
+"""The end of a rank under a host: each step of it runs, whatever became of the step before."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import pytest
+import torch.distributed as dist
+
+from rl_safe_workers.adapters.hosting import HostedTrainer
+from rl_safe_workers.config import RlSafeConfig
+from rl_safe_workers.errors import Awaited, PhaseTimeoutError
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.workers import safe_trainer, world_entry
+from rl_safe_workers.workers.communicators import HostComms
+from rl_safe_workers.worlds.address import StoreAddress
+from rl_safe_workers.worlds.store import connect_store
+from tests.distributed.ranks import run_ranks, values
+
+
+def _aborts() -> list[bool]:
+    """Returns a list that gets an item for each abort of the groups."""
+    aborted: list[bool] = []
+    safe_trainer.abort_groups = lambda *args, **kwargs: aborted.append(True)
+    return aborted
+
+
+def _without_a_secret(rank: int, address: StoreAddress) -> list[Any]:
+    late = PhaseTimeoutError(phase=Phase.WORLD, awaited=Awaited("world"), waited_s=1.0, setting="timeouts.world")
+
+    def no_secret(*args: Any, **kwargs: Any) -> NoReturn:
+        raise late
+
+    world_entry.SharedSecret = no_secret
+    dist.init_process_group(
+        "gloo", store=connect_store(address, timeout=timedelta(seconds=30)), rank=rank, world_size=1
+    )
+    aborted, hosted = _aborts(), HostedTrainer()
+    with pytest.raises(PhaseTimeoutError):
+        hosted.take_world(RlSafeConfig(), comms=HostComms(), outside_timeout=timedelta(seconds=30))
+    with pytest.MonkeyPatch.context() as patch:
+        warnings: list[str] = []
+        patch.setattr("rl_safe_workers.adapters.hosting.logger.warning", lambda text, *args: warnings.append(text))
+        patch.setattr("rl_safe_workers.adapters.hosting.logger.error", lambda text, *args: warnings.append(text))
+        hosted.end_failed(late, Phase.WORLD)
+    return [hosted.end("no secret"), aborted, warnings]
+
+
+def test_a_rank_that_has_not_met_the_others_aborts_its_groups_and_keeps_its_own_error(address: StoreAddress) -> None:
+    ((failed, aborted, warnings),) = values(run_ranks(_without_a_secret, 1, address))
+    assert list(failed) == [0]
+    assert "world" in failed[0]
+    assert aborted == [True]
+    assert warnings == []
