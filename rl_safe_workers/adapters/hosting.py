@@ -18,10 +18,10 @@ from rl_safe_workers.adapters.rank_answers import RankNotes, listen_in
 from rl_safe_workers.adapters.shards import ShardWriter
 from rl_safe_workers.comms.megatron_groups import nccl_config, sizes_of_groups, world_options
 from rl_safe_workers.config import BootstrapConfig, MegatronConfig, RlSafeConfig
-from rl_safe_workers.control.bounded import within
+from rl_safe_workers.control.deadline import attempt
 from rl_safe_workers.control.plane import NO_VERDICT
 from rl_safe_workers.diagnostics.blame import blame
-from rl_safe_workers.diagnostics.neighbours import Neighbours
+from rl_safe_workers.diagnostics.neighbours import PATIENCE_S, Neighbours
 from rl_safe_workers.errors import (
     CheckpointError,
     LifecycleError,
@@ -47,6 +47,8 @@ _HEARD = timedelta(seconds=5)
 """How long a rank that has failed alone waits for the others to learn of its failure."""
 _TOLD = timedelta(seconds=2)
 """Timeout of each step after a failure: reporting it, exchanging verdicts, and reading the other ranks' reports."""
+_JUDGED_S = 3 * PATIENCE_S
+"""Longest time to find out where a failure began. `Neighbours.judge` takes two thirds of it."""
 
 
 def limited_world(settings: BootstrapConfig, *, stages: int) -> AbstractContextManager[None]:
@@ -257,8 +259,8 @@ class HostedTrainer:
     def end_failed(self, error: BaseException, phase: str) -> None:
         """Tells the other ranks of this rank's failure, ends its groups, and logs where the failure began.
 
-        Not collective. It takes at most three times `_TOLD`, plus the time of `Neighbours.judge`, plus the time to
-        abort the groups. It logs its own errors.
+        Not collective. It takes at most three times `_TOLD`, plus `_JUDGED_S`, plus the time to abort the groups. It
+        logs its own errors. If one step fails, the next one runs.
 
         Args:
             error: The error of this rank.
@@ -274,20 +276,35 @@ class HostedTrainer:
         trainer.rl_safe = trainer.rl_safe.model_copy(update={"timeouts": timeouts})
         text = first_line(error) if isinstance(error, RlSafeError) else in_one_line(error)
         reported = error if isinstance(error, Exception) else RuntimeError(text)
-        reports: dict[RankId, RunError] = {}
+        if trainer.has_control:
+            attempt(
+                "reporting the failure",
+                lambda: trainer.control.report_failure(reported, phase=phase),
+                timeout_s=_TOLD.total_seconds(),
+            )
+        failed: dict[int, str] = {}
+        # It stays on this thread, because that has the rank's device. Each of its waits has a deadline.
         try:
-            if not trainer.has_control:
-                self.end(text)  # the ranks have not met, so that there is nobody to tell
-                return
-            within(lambda: trainer.control.report_failure(reported, phase=phase), _TOLD, what="reporting the failure")
             failed = self.end(text)
-            silent = [rank for rank, reason in failed.items() if reason == NO_VERDICT]
-            within(lambda: reports.update(trainer.control.reported_failures()), _TOLD, what="reading the failures")
-            self.say(*blame(reports, silent=silent, among=self.neighbours))
-        except RlSafeError as lost:
-            logger.error("training rank %d: %s", trainer.training_rank, lost)
         except Exception as lost:  # the caller raises the job's own error
-            logger.error("training rank %d: telling the others: %s", trainer.training_rank, in_one_line(lost))
+            logger.warning("training rank %d: ending the groups: %s", trainer.training_rank, in_one_line(lost))
+        if trainer.has_control:
+            self._say_where_it_began([rank for rank, reason in failed.items() if reason == NO_VERDICT])
+
+    def _say_where_it_began(self, silent: Collection[int]) -> None:
+        """Logs with which ranks the failure began, from the ranks' reports and those that gave no verdict."""
+        reports: dict[RankId, RunError] = {}
+        attempt(
+            "reading the failures",
+            lambda: reports.update(self.trainer.control.reported_failures()),
+            timeout_s=_TOLD.total_seconds(),
+        )
+        if reports:
+            attempt(
+                "finding out where the failure began",
+                lambda: self.say(*blame(reports, silent=silent, among=self.neighbours)),
+                timeout_s=_JUDGED_S,
+            )
 
     def say(self, culprits: Collection[RankId], why: str) -> None:
         """Logs with which ranks the job's failure began, if this rank has neighbours."""

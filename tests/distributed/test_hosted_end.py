@@ -9,14 +9,33 @@ import pytest
 import torch.distributed as dist
 
 from rl_safe_workers.adapters.hosting import HostedTrainer
-from rl_safe_workers.config import RlSafeConfig
-from rl_safe_workers.errors import Awaited, PhaseTimeoutError
+from rl_safe_workers.adapters.rank_answers import RankNotes
+from rl_safe_workers.config import RlSafeConfig, RunConfig
+from rl_safe_workers.errors import OUTSIDE, Awaited, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.workers import safe_trainer, world_entry
 from rl_safe_workers.workers.communicators import HostComms
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.store import connect_store
 from tests.distributed.ranks import run_ranks, values
+from tests.distributed.worker import Worker, run_config
+
+TEARDOWN_S = 2.0
+
+
+@pytest.fixture
+def config(seeded_models) -> RunConfig:
+    config = run_config(seeded_models["moe"])
+    config.rl_safe.timeouts.teardown = TEARDOWN_S
+    return config
+
+
+class Hosted(HostedTrainer):
+    """A host's process around a rank that has its world."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._trainer = worker.safe
+        self.notes = RankNotes(worker.safe)
 
 
 def _aborts() -> list[bool]:
@@ -53,3 +72,24 @@ def test_a_rank_that_has_not_met_the_others_aborts_its_groups_and_keeps_its_own_
     assert "world" in failed[0]
     assert aborted == [True]
     assert warnings == []
+
+
+def _cannot_report(rank: int, address: StoreAddress, config: RunConfig) -> list[Any]:
+    worker = Worker(config, rank=rank, size=2)
+    worker.start(address)
+    hosted, aborted = Hosted(worker), _aborts()
+    if rank == 0:
+        return [hosted.end(), aborted]
+
+    def no_report(*args: Any, **kwargs: Any) -> NoReturn:
+        raise OSError("no report")
+
+    worker.safe.control.report_failure = no_report
+    hosted.end_failed(ValueError("out of range"), OUTSIDE)
+    return [hosted.end(), aborted]
+
+
+def test_a_rank_that_cannot_report_its_failure_still_gives_its_verdict_and_aborts(address, config) -> None:
+    for failed, aborted in values(run_ranks(_cannot_report, 2, address, config)):
+        assert failed == {1: "ValueError: out of range"}
+        assert aborted == [True]
