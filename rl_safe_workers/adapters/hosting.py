@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -20,10 +21,11 @@ from rl_safe_workers.comms.megatron_groups import nccl_config, sizes_of_groups, 
 from rl_safe_workers.config import BootstrapConfig, MegatronConfig, RlSafeConfig
 from rl_safe_workers.control.deadline import attempt
 from rl_safe_workers.control.plane import NO_VERDICT
-from rl_safe_workers.diagnostics.blame import blame
+from rl_safe_workers.diagnostics.blame import blame, blame_for_the_end
 from rl_safe_workers.diagnostics.neighbours import PATIENCE_S, Neighbours
 from rl_safe_workers.errors import (
     CheckpointError,
+    CommunicatorError,
     LifecycleError,
     PhaseTimeoutError,
     RlSafeError,
@@ -31,7 +33,7 @@ from rl_safe_workers.errors import (
     first_line,
     in_one_line,
 )
-from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.lifecycle import Phase, timeout_setting
 from rl_safe_workers.ranks import RankId
 from rl_safe_workers.rollout.sent_digests import SentDigests
 from rl_safe_workers.rollout.sync_proof import SentWeights
@@ -79,6 +81,8 @@ class HostedTrainer:
     """Writes the shards in place of the host; None if the host's saves do not go through it."""
     digests: SentDigests | None = None
     """Takes digests of the weights in the next sync, or has taken them; None unless that sync is to be proved."""
+    _has_ended = False
+    """True once this rank has ended its part of the job, in order or after a failure."""
 
     @property
     def has_world(self) -> bool:
@@ -255,6 +259,46 @@ class HostedTrainer:
     def end(self, failure: str | None = None) -> dict[int, str]:
         """Tears down as `SafeTrainer.teardown`; does nothing if there is no world yet."""
         return self.trainer.teardown(failure) if self.has_world else {}
+
+    def leave(self) -> None:
+        """Ends the job in order, if this rank has not failed. Collective over: the training world.
+
+        Raises:
+            CommunicatorError: If another rank has failed; names it. Also as `SafeTrainer.teardown`.
+            PhaseTimeoutError: If a rank that has not failed does not come in time; names it.
+        """
+        started_s = time.monotonic()
+        if self.neighbours is not None:
+            self.neighbours.watch_exit(self.trainer.timeout(Phase.TEARDOWN).total_seconds())
+        failed = self.end()
+        self._has_ended = True
+        with self.speaking():
+            if failed:
+                self._blame_for_the_end(failed, time.monotonic() - started_s)
+        if self.neighbours is not None:
+            self.neighbours.leave()
+
+    def _blame_for_the_end(self, failed: Mapping[int, str], waited_s: float) -> NoReturn:
+        """Reports the ranks that gave no verdict at the teardown, if any, and raises the error of the end.
+
+        Args:
+            failed: The reason for each failure, by training rank.
+            waited_s: Seconds that this rank has waited.
+        """
+        trainer = self.trainer
+        if silent := [rank for rank, reason in failed.items() if reason == NO_VERDICT]:
+            late, culprits, why = blame_for_the_end(
+                silent,
+                rank=trainer.training_rank,
+                size=trainer.training_size,
+                waited_s=waited_s,
+                setting=timeout_setting(Phase.TEARDOWN),
+                among=self.neighbours,
+            )
+            self.notes.failed(Phase.TEARDOWN, late)
+            self.say(culprits, why)
+        reasons = "; ".join(f"training rank {rank}: {reason}" for rank, reason in failed.items())
+        raise CommunicatorError(f"this rank succeeded, but the job has failed: {reasons}")
 
     def end_failed(self, error: BaseException, phase: str) -> None:
         """Tells the other ranks of this rank's failure, ends its groups, and logs where the failure began.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -11,8 +12,9 @@ import torch.distributed as dist
 from rl_safe_workers.adapters.hosting import HostedTrainer
 from rl_safe_workers.adapters.rank_answers import RankNotes
 from rl_safe_workers.config import RlSafeConfig, RunConfig
-from rl_safe_workers.errors import OUTSIDE, Awaited, PhaseTimeoutError
+from rl_safe_workers.errors import OUTSIDE, Awaited, CommunicatorError, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import trainer_id
 from rl_safe_workers.workers import safe_trainer, world_entry
 from rl_safe_workers.workers.communicators import HostComms
 from rl_safe_workers.worlds.address import StoreAddress
@@ -93,3 +95,22 @@ def test_a_rank_that_cannot_report_its_failure_still_gives_its_verdict_and_abort
     for failed, aborted in values(run_ranks(_cannot_report, 2, address, config)):
         assert failed == {1: "ValueError: out of range"}
         assert aborted == [True]
+
+
+def _leaves_before_the_other(rank: int, address: StoreAddress, config: RunConfig) -> list[Any]:
+    worker = Worker(config, rank=rank, size=2)
+    worker.start(address)
+    hosted, said = Hosted(worker), []
+    if rank == 1:
+        time.sleep(TEARDOWN_S + 2)
+        return []
+    hosted.say = lambda culprits, why: said.append(set(culprits))
+    with pytest.raises(CommunicatorError) as raised:
+        hosted.leave()
+    return [str(raised.value), said]
+
+
+def test_a_rank_that_does_not_end_with_the_others_is_named_and_blamed(address, config) -> None:
+    (error, said), _silent = values(run_ranks(_leaves_before_the_other, 2, address, config))
+    assert error == "this rank succeeded, but the job has failed: training rank 1: gave no verdict"
+    assert said == [{trainer_id(1)}]
