@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -18,12 +19,13 @@ from rl_safe_workers.adapters.rank_answers import RankNotes, listen_in
 from rl_safe_workers.adapters.shards import ShardWriter
 from rl_safe_workers.comms.megatron_groups import nccl_config, sizes_of_groups, world_options
 from rl_safe_workers.config import BootstrapConfig, MegatronConfig, RlSafeConfig
-from rl_safe_workers.control.bounded import within
+from rl_safe_workers.control.deadline import attempt
 from rl_safe_workers.control.plane import NO_VERDICT
-from rl_safe_workers.diagnostics.blame import blame
-from rl_safe_workers.diagnostics.neighbours import Neighbours
+from rl_safe_workers.diagnostics.blame import blame, blame_for_the_end
+from rl_safe_workers.diagnostics.neighbours import PATIENCE_S, Neighbours
 from rl_safe_workers.errors import (
     CheckpointError,
+    CommunicatorError,
     LifecycleError,
     PhaseTimeoutError,
     RlSafeError,
@@ -31,7 +33,7 @@ from rl_safe_workers.errors import (
     first_line,
     in_one_line,
 )
-from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.lifecycle import Phase, timeout_setting
 from rl_safe_workers.ranks import RankId
 from rl_safe_workers.rollout.sent_digests import SentDigests
 from rl_safe_workers.rollout.sync_proof import SentWeights
@@ -47,6 +49,8 @@ _HEARD = timedelta(seconds=5)
 """How long a rank that has failed alone waits for the others to learn of its failure."""
 _TOLD = timedelta(seconds=2)
 """Timeout of each step after a failure: reporting it, exchanging verdicts, and reading the other ranks' reports."""
+_JUDGED_S = 3 * PATIENCE_S
+"""Longest time to find out where a failure began. `Neighbours.judge` takes two thirds of it."""
 
 
 def limited_world(settings: BootstrapConfig, *, stages: int) -> AbstractContextManager[None]:
@@ -77,6 +81,8 @@ class HostedTrainer:
     """Writes the shards in place of the host; None if the host's saves do not go through it."""
     digests: SentDigests | None = None
     """Takes digests of the weights in the next sync, or has taken them; None unless that sync is to be proved."""
+    _has_ended = False
+    """True once this rank has ended its part of the job, in order or after a failure."""
 
     @property
     def has_world(self) -> bool:
@@ -254,11 +260,51 @@ class HostedTrainer:
         """Tears down as `SafeTrainer.teardown`; does nothing if there is no world yet."""
         return self.trainer.teardown(failure) if self.has_world else {}
 
+    def leave(self) -> None:
+        """Ends the job in order, if this rank has not failed. Collective over: the training world.
+
+        Raises:
+            CommunicatorError: If another rank has failed; names it. Also as `SafeTrainer.teardown`.
+            PhaseTimeoutError: If a rank that has not failed does not come in time; names it.
+        """
+        started_s = time.monotonic()
+        if self.neighbours is not None:
+            self.neighbours.watch_exit(self.trainer.timeout(Phase.TEARDOWN).total_seconds())
+        failed = self.end()
+        self._has_ended = True
+        with self.speaking():
+            if failed:
+                self._blame_for_the_end(failed, time.monotonic() - started_s)
+        if self.neighbours is not None:
+            self.neighbours.leave()
+
+    def _blame_for_the_end(self, failed: Mapping[int, str], waited_s: float) -> NoReturn:
+        """Reports the ranks that gave no verdict at the teardown, if any, and raises the error of the end.
+
+        Args:
+            failed: The reason for each failure, by training rank.
+            waited_s: Seconds that this rank has waited.
+        """
+        trainer = self.trainer
+        if silent := [rank for rank, reason in failed.items() if reason == NO_VERDICT]:
+            late, culprits, why = blame_for_the_end(
+                silent,
+                rank=trainer.training_rank,
+                size=trainer.training_size,
+                waited_s=waited_s,
+                setting=timeout_setting(Phase.TEARDOWN),
+                among=self.neighbours,
+            )
+            self.notes.failed(Phase.TEARDOWN, late)
+            self.say(culprits, why)
+        reasons = "; ".join(f"training rank {rank}: {reason}" for rank, reason in failed.items())
+        raise CommunicatorError(f"this rank succeeded, but the job has failed: {reasons}")
+
     def end_failed(self, error: BaseException, phase: str) -> None:
         """Tells the other ranks of this rank's failure, ends its groups, and logs where the failure began.
 
-        Not collective. It takes at most three times `_TOLD`, plus the time of `Neighbours.judge`, plus the time to
-        abort the groups. It logs its own errors.
+        Not collective. It takes at most three times `_TOLD`, plus `_JUDGED_S`, plus the time to abort the groups. It
+        logs its own errors. If one step fails, the next one runs.
 
         Args:
             error: The error of this rank.
@@ -274,17 +320,35 @@ class HostedTrainer:
         trainer.rl_safe = trainer.rl_safe.model_copy(update={"timeouts": timeouts})
         text = first_line(error) if isinstance(error, RlSafeError) else in_one_line(error)
         reported = error if isinstance(error, Exception) else RuntimeError(text)
-        reports: dict[RankId, RunError] = {}
+        if trainer.has_control:
+            attempt(
+                "reporting the failure",
+                lambda: trainer.control.report_failure(reported, phase=phase),
+                timeout_s=_TOLD.total_seconds(),
+            )
+        failed: dict[int, str] = {}
+        # It stays on this thread, because that has the rank's device. Each of its waits has a deadline.
         try:
-            within(lambda: trainer.control.report_failure(reported, phase=phase), _TOLD, what="reporting the failure")
             failed = self.end(text)
-            silent = [rank for rank, reason in failed.items() if reason == NO_VERDICT]
-            within(lambda: reports.update(trainer.control.reported_failures()), _TOLD, what="reading the failures")
-            self.say(*blame(reports, silent=silent, among=self.neighbours))
-        except RlSafeError as lost:
-            logger.error("training rank %d: %s", trainer.training_rank, lost)
         except Exception as lost:  # the caller raises the job's own error
-            logger.error("training rank %d: telling the others: %s", trainer.training_rank, in_one_line(lost))
+            logger.warning("training rank %d: ending the groups: %s", trainer.training_rank, in_one_line(lost))
+        if trainer.has_control:
+            self._say_where_it_began([rank for rank, reason in failed.items() if reason == NO_VERDICT])
+
+    def _say_where_it_began(self, silent: Collection[int]) -> None:
+        """Logs with which ranks the failure began, from the ranks' reports and those that gave no verdict."""
+        reports: dict[RankId, RunError] = {}
+        attempt(
+            "reading the failures",
+            lambda: reports.update(self.trainer.control.reported_failures()),
+            timeout_s=_TOLD.total_seconds(),
+        )
+        if reports:
+            attempt(
+                "finding out where the failure began",
+                lambda: self.say(*blame(reports, silent=silent, among=self.neighbours)),
+                timeout_s=_JUDGED_S,
+            )
 
     def say(self, culprits: Collection[RankId], why: str) -> None:
         """Logs with which ranks the job's failure began, if this rank has neighbours."""

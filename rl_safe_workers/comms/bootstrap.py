@@ -242,7 +242,7 @@ class Bootstrap:
         return report
 
     def run_host(
-        self, wanted: HostGroups, *, timeout: timedelta
+        self, wanted: HostGroups, *, timeout: timedelta, phase: Phase = Phase.BOOTSTRAP
     ) -> tuple[tuple[LedgerEntry, ...], Mapping[str, frozenset[OpClass]]]:
         """Connects what a host itself issues on Megatron's groups, after `run`. Collective over: the training world.
 
@@ -251,6 +251,7 @@ class Bootstrap:
         Args:
             wanted: Groups and their op classes, in the same order on every rank.
             timeout: Longest time for all of it.
+            phase: The phase to which the timeout belongs, for errors.
 
         Returns:
             The cost of each op class on this rank, and the op classes by torch's name of the group.
@@ -270,7 +271,7 @@ class Bootstrap:
             for group in live
             if group.group is mine
         ]
-        work = Supervision(self._control, "host_bootstrap", phase=Phase.BOOTSTRAP, timeout=timeout)
+        work = Supervision(self._control, "host_bootstrap", phase=phase, timeout=timeout)
         work.compare("plan", {str(step.group): list(step.classes) for step in steps}, [s.group.ranks for s in steps])
         entries = tuple(entry for step in steps for entry in self._connect(step, work))
         work.finish()

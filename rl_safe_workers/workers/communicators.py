@@ -17,6 +17,7 @@ from rl_safe_workers.comms.live_groups import LiveGroup
 from rl_safe_workers.comms.megatron_groups import init_megatron_groups, limit_of, world_options
 from rl_safe_workers.comms.report import BootstrapReport, LateAllocation, add_reports
 from rl_safe_workers.config import MegatronConfig
+from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.errors import CommunicatorError, LifecycleError
 from rl_safe_workers.lifecycle import REQUIRES, Phase
@@ -201,11 +202,12 @@ class Communicators(Part):
             device=self.rank.device,
             probe=probe,
         )
-        report = work.run(timeout=timeout or self.rank.remaining(), elsewhere=self.rank.world.host_groups, phase=phase)
+        deadline = Deadline.after(timeout or self.rank.remaining())
+        report = work.run(timeout=deadline.remaining(), elsewhere=self.rank.world.host_groups, phase=phase)
         wanted = self._host.groups()
         if not wanted:
             return report, work.connected
-        entries, of_host = work.run_host(wanted, timeout=timeout or self.rank.remaining())
+        entries, of_host = work.run_host(wanted, timeout=deadline.remaining(), phase=phase)
         report = replace(
             report,
             entries=report.entries + entries,

@@ -14,7 +14,7 @@ from rl_safe_workers.comms.teardown import abort_groups, destroy_groups
 from rl_safe_workers.config import MegatronConfig, RlSafeConfig
 from rl_safe_workers.control.bounded import failure_of, within
 from rl_safe_workers.control.deadline import Deadline
-from rl_safe_workers.errors import RlSafeError, in_one_line
+from rl_safe_workers.errors import in_one_line
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.workers.communicators import Communicators, HostComms
@@ -110,50 +110,62 @@ class SafeTrainer(TrainingRank):
         """Exchanges verdicts, then destroys every group if all is well. Idempotent; also after a partial set-up.
 
         Collective over: the training world. If a rank failed, gave no verdict, or does not arrive after its verdict,
-        this rank aborts its groups: to destroy them, NCCL would wait for that rank. The process can exit after that.
+        this rank aborts its groups: to destroy them, NCCL would wait for that rank. The process can exit after that. If
+        the ranks of a host's world have not met, this rank aborts its groups without an exchange.
 
         Args:
             failure: None if this rank is well, else its failure in one line.
 
         Returns:
-            Failure by training rank; empty if every rank was well.
+            Failure by training rank; empty if every rank was well. After a teardown that has raised, its error.
 
         Raises:
             CommunicatorError: If the groups could not be destroyed within ``rl_safe.timeouts.teardown``.
             PhaseTimeoutError: If a rank that was well does not come in time; names it.
         """
         with self.lifecycle.enter(Phase.TEARDOWN):
-            if not self.has_world or self._verdict is not None:
-                self.weights.leave(failed=True)
-                return self._verdict or {}
-            failure = self._finish_everything() if failure is None else self._give_up_everything(failure)
-            self.deadline = Deadline.after(self.timeout(Phase.TEARDOWN))
-            failure = self._leave_joint_group(failure)
+            if self._verdict is not None:
+                return self._verdict
             try:
-                failed = self.control.exchange_verdicts(failure, phase=Phase.TEARDOWN, deadline=self.deadline)
-                self._verdict = failed
-                if failed:
-                    # Log no warning and no names: a failed rank may only have waited. The verdict comes later.
-                    logger.info("teardown: groups are aborted, because not every rank is well")
+                self._verdict = self._end(failure)
+            except BaseException as error:
+                self._verdict = {self.training_rank: in_one_line(error)}
+                if self.has_world:
                     abort_groups(self.world, timeout=_ABORT)
-                    return failed
-                self.control.barrier(Phase.TEARDOWN, self.deadline)
-            except RlSafeError as error:
-                self._verdict = {self.training_rank: str(error)}
-                abort_groups(self.world, timeout=_ABORT)
                 raise
-            destroy_groups(self.world, timeout=self.remaining())
-            # The owner of the store stays until every other trainer has left its groups.
-            self.control.sign_off(Phase.TEARDOWN, self.deadline)
-            return {}
+            return self._verdict
+
+    def _end(self, failure: str | None) -> dict[int, str]:
+        """Ends everything as `teardown`, for the first time. If it raises, groups may be left."""
+        if not (self.has_world and self.has_control):
+            # The ranks have not met, so that there is nobody to tell.
+            self.weights.leave(failed=True)
+            if self.has_world:
+                abort_groups(self.world, timeout=_ABORT)
+            return {} if failure is None else {self.training_rank: failure}
+        failure = self._finish_everything() if failure is None else self._give_up_everything(failure)
+        self.deadline = Deadline.after(self.timeout(Phase.TEARDOWN))
+        failure = self._leave_joint_group(failure)
+        failed = self.control.exchange_verdicts(failure, phase=Phase.TEARDOWN, deadline=self.deadline)
+        if failed:
+            # Log no warning and no names: a failed rank may only have waited. The verdict comes later.
+            logger.info("teardown: groups are aborted, because not every rank is well")
+            abort_groups(self.world, timeout=_ABORT)
+            return failed
+        self.control.barrier(Phase.TEARDOWN, self.deadline)
+        destroy_groups(self.world, timeout=self.remaining())
+        # The owner of the store stays until every other trainer has left its groups.
+        self.control.sign_off(Phase.TEARDOWN, self.deadline)
+        return {}
 
     def _finish_everything(self) -> str | None:
         """Lets the parts finish work that must not overlap the teardown; returns the failure, or None."""
         try:
             self.before(Phase.TEARDOWN)
-        except RlSafeError as error:
-            logger.warning("teardown: %s", error)
-            return str(error)
+        except Exception as error:  # the other ranks wait for this rank's verdict
+            text = in_one_line(error)
+            logger.warning("teardown: %s", text)
+            return text
         return None
 
     def _leave_joint_group(self, failure: str | None) -> str | None:
@@ -175,7 +187,6 @@ class SafeTrainer(TrainingRank):
         """Lets the parts tell waiting ranks that this rank has failed; returns the failure."""
         try:
             self.abort(failure)
-        except RlSafeError as error:
-            # The exchange of verdicts reports this again, because it uses the same store.
-            logger.warning("teardown: %s", error)
+        except Exception as error:  # the other ranks wait for this rank's verdict
+            logger.warning("teardown: giving up unfinished work: %s", in_one_line(error))
         return failure

@@ -187,7 +187,11 @@ class WeightSync(Part):
     def _send(
         self, buckets: list[Bucket], weights: Items, buffers: list[torch.Tensor], failure: Failure | None
     ) -> Failure | None:
-        """Sends all buckets; returns the failure, or None. Goes on after a failure, so that no other rank hangs."""
+        """Sends all buckets; returns the failure, or None.
+
+        Goes on if a bucket cannot be packed or sent, so that no other rank hangs. If the export itself has raised, it
+        takes part in no further collective of the export: there, the others wait until the phase's time is up.
+        """
         group = self.joint_group
         if failure is None and group is None:
             failure = Failure("has not joined the joint group")
@@ -197,29 +201,34 @@ class WeightSync(Part):
         elif group is not None:
             group.limit(_PAIR_SHARE * self.rank.remaining())
         on_its_way: Callable[[], None] | None = None
-        for number, bucket in enumerate(buckets):
-            # Without memory this rank packs nothing. If others need its weights, `_agree` has raised before.
-            buffer = buffers[number % len(buffers)][: bucket.size_bytes] if buffers else None
-            if buffer is None:
-                break
-            failed_now = self._pack(bucket, weights, buffer)
-            if self._colocated and self.rank.training_size > 1:
-                # Each trainer passes everything on to the rollout rank beside it.
-                dist.broadcast(buffer, group_src=bucket.source, group=dist.group.WORLD)
-            if failure is None and failed_now is None and group is not None:
-                try:
-                    started = group.broadcast(buffer, source=bucket.source)
-                    # Wait only now, so that this bucket is packed while the previous one is sent.
-                    if on_its_way is not None:
-                        on_its_way()
-                    on_its_way = started
-                except WeightSyncError as error:
-                    failed_now = Failure.of(error)
-            if failure is None and failed_now is not None:
-                failure, on_its_way = failed_now, None
-                self.leave(failed=True)
-        if failure is None and next(weights, None) is not None:
-            failure = Failure("the model has more weights than were announced")
+        failed_now: Failure | None = None
+        try:
+            for number, bucket in enumerate(buckets):
+                # Without memory this rank packs nothing. If others need its weights, `_agree` has raised before.
+                buffer = buffers[number % len(buffers)][: bucket.size_bytes] if buffers else None
+                if buffer is None:
+                    break
+                failed_now = self._pack(bucket, weights, buffer)
+                if self._colocated and self.rank.training_size > 1:
+                    # Each trainer passes everything on to the rollout rank beside it.
+                    dist.broadcast(buffer, group_src=bucket.source, group=dist.group.WORLD)
+                if failure is None and failed_now is None and group is not None:
+                    try:
+                        started = group.broadcast(buffer, source=bucket.source)
+                        # Wait only now, so that this bucket is packed while the previous one is sent.
+                        if on_its_way is not None:
+                            on_its_way()
+                        on_its_way = started
+                    except WeightSyncError as error:
+                        failed_now = Failure.of(error)
+                if failure is None and failed_now is not None:
+                    failure, on_its_way = failed_now, None
+                    self.leave(failed=True)
+            if failure is None and next(weights, None) is not None:
+                failure = Failure("the model has more weights than were announced")
+        except Exception as error:  # the other ranks wait for this rank in `_agree`
+            failure = failure or failed_now or Failure.of(error)
+            self.leave(failed=True)
         if failure is None and group is not None:
             failure = self._flush(group, on_its_way)
         return failure

@@ -20,6 +20,7 @@ import torch
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import CommunicatorError, WeightSyncError, first_line
+from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import Role
@@ -158,7 +159,8 @@ class GpuPair:
         started_s = time.monotonic()
         message = self._mailbox.take(key, deadline)
         if message is None:
-            raise CommunicatorError(f"wait timeout after {time.monotonic() - started_s:.1f} s, waiting for {key!r}")
+            text = f"wait timeout after {time.monotonic() - started_s:.1f} s, waiting for {key!r}"
+            raise CommunicatorError(text, foreign=ForeignCause.TIMEOUT)
         return message
 
     def _wait_for_reader(self, *, behind: int, timeout: timedelta | None = None) -> None:

@@ -128,6 +128,11 @@ class TrainingRank:
         self._store = store
 
     @property
+    def has_control(self) -> bool:
+        """True if this rank has taken its place among the trainers, so that it can tell them something."""
+        return self._control is not None
+
+    @property
     def control(self) -> ControlPlane:
         """This rank's place among the trainers.
 

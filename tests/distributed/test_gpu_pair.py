@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.distributed import Store
 
-from rl_safe_workers.errors import PhaseTimeoutError, WeightSyncError
+from rl_safe_workers.errors import PhaseTimeoutError, WeightSyncError, foreign_cause
+from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.worlds import gpu_pair
 from rl_safe_workers.worlds.address import StoreAddress
@@ -149,7 +150,7 @@ def _pass_alone(joint_rank: int, address: StoreAddress, folder: Path, absent: in
     waited_s = time.monotonic() - start_s
     with pytest.raises(WeightSyncError, match="the memory of the pair is closed"):
         group.broadcast(torch.ones(1), source=0)
-    return [str(caught.value), waited_s, group.is_open]
+    return [str(caught.value), foreign_cause(caught.value), waited_s, group.is_open]
 
 
 @pytest.mark.parametrize("absent", [1, 0], ids=["no_reader", "no_sender"])
@@ -157,8 +158,9 @@ def test_a_side_that_never_comes_fails_the_other_within_the_sync_timeout(
     address: StoreAddress, tmp_path: Path, absent: int
 ) -> None:
     outcomes = values(run_ranks(_pass_alone, 2, address, tmp_path, absent))
-    message, waited_s, is_open = outcomes[1 - absent]
+    message, foreign, waited_s, is_open = outcomes[1 - absent]
     assert message.startswith(f"joint rank {1 - absent}: its pair did not keep up: ")
+    assert foreign is ForeignCause.TIMEOUT
     assert SHORT.total_seconds() * 0.9 < waited_s < PATIENCE.total_seconds() / 2
     assert not is_open
 

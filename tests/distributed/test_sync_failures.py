@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -15,13 +16,17 @@ import pytest
 import torch
 
 from rl_safe_workers.control.failure import Failure
-from rl_safe_workers.errors import PhaseTimeoutError, WeightSyncError, first_line
-from rl_safe_workers.rollout.protocol import Bucket
+from rl_safe_workers.errors import PhaseTimeoutError, Victim, WeightSyncError, first_line
+from rl_safe_workers.ranks import trainer_id
+from rl_safe_workers.rollout.protocol import Bucket, plan_buckets
+from rl_safe_workers.root_cause import cause_of
+from rl_safe_workers.workers import weight_sync
 from rl_safe_workers.workers.outgoing import Items, Outgoing
 from rl_safe_workers.worlds import gpu_pair
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.joint_group import joint_world
 from tests.distributed.failing_sync import (
+    BUCKET_BYTES,
     FAILING,
     HALF_BYTES,
     PATIENCE,
@@ -77,6 +82,8 @@ def test_a_rollout_rank_that_stops_reading_fails_all_trainers_before_they_give_u
 ) -> None:
     seen = run(Case(colocated=True, reads=1, stays=stays))
     _assert_named(seen, f"joint rank {FAILING}: its pair did not keep up: ")
+    # Nobody blames the trainer, which only waited for the engine.
+    assert {cause_of(rank.error, trainer_id(number)) for number, rank in enumerate(seen)} == {Victim()}
     # The pair may take half of the time; the broadcasts among the trainers, all of it.
     assert max(rank.waited_s for rank in seen) < 0.75 * SYNC_S
 
@@ -105,6 +112,44 @@ def test_a_bucket_that_cannot_be_packed_fails_all_trainers_at_once(
 ) -> None:
     seen = run(Case(colocated=colocated, hinder=partial(_cannot_pack, error=error, source=source)))
     _assert_named(seen, f"{type(error).__name__}: {first_line(error)}")
+    assert max(rank.waited_s for rank in seen) < SOON_S
+
+
+def _cannot_end_the_export(worker: Worker, patch: pytest.MonkeyPatch) -> None:
+    outgoing = worker.safe.weights._outgoing
+    assert outgoing is not None
+
+    def weights(adjacent: frozenset[str]) -> Items:
+        yield from outgoing.weights(adjacent)
+        raise RuntimeError("the export does not end")
+
+    patch.setattr(worker.safe.weights, "_outgoing", replace(outgoing, weights=weights))
+
+
+def _cannot_hand_on_the_last_bucket(worker: Worker, patch: pytest.MonkeyPatch) -> None:
+    outgoing, number, broadcast = worker.safe.weights._outgoing, count(1), weight_sync.dist.broadcast
+    assert outgoing is not None
+    buckets = len(plan_buckets(outgoing.specs, bucket_bytes=BUCKET_BYTES))
+
+    def failing(*args: Any, **kwargs: Any) -> None:
+        broadcast(*args, **kwargs)
+        if next(number) == buckets:
+            raise RuntimeError("the world is lost")
+
+    patch.setattr(weight_sync.dist, "broadcast", failing)
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (Case(hinder=_cannot_end_the_export), "the export does not end"),
+        (Case(colocated=True, hinder=_cannot_hand_on_the_last_bucket), "the world is lost"),
+    ],
+    ids=["export", "broadcast"],
+)
+def test_an_error_between_two_buckets_fails_all_trainers_at_once(run: Run, case: Case, reason: str) -> None:
+    seen = run(case)
+    _assert_named(seen, f"RuntimeError: {reason}")
     assert max(rank.waited_s for rank in seen) < SOON_S
 
 

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch.distributed as dist
@@ -14,10 +14,12 @@ from megatron.core import parallel_state
 from torch.distributed import distributed_c10d as c10d
 
 from rl_safe_workers.config import RunConfig
-from rl_safe_workers.errors import LifecycleError, PhaseTimeoutError
+from rl_safe_workers.errors import CommunicatorError, LifecycleError, PhaseTimeoutError
+from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import trainer_id
 from rl_safe_workers.workers import safe_trainer
 from rl_safe_workers.worlds.address import StoreAddress
+from rl_safe_workers.worlds.training_rank import Part
 from tests.distributed.ranks import run_ranks, values
 from tests.distributed.recording import recorded_collectives
 from tests.distributed.worker import Worker, exchange_address, run_config
@@ -110,6 +112,62 @@ def test_after_a_failure_everyone_knows_it_and_no_group_is_touched(address, conf
         assert first["collectives"] == second["collectives"] == 0
         assert first["initialised"] == second["initialised"] == (True, True)
         assert max(first["took_s"], second["took_s"]) < TEARDOWN_S / 2
+
+
+def _destruction_fails(rank: int, address: StoreAddress, config: RunConfig) -> list[dict[int, str]]:
+    worker = Worker(config, rank=rank, size=2)
+    worker.start(address)
+
+    def destroy(*args: Any, **kwargs: Any) -> NoReturn:
+        raise CommunicatorError("the groups were aborted, not destroyed")
+
+    safe_trainer.destroy_groups = destroy
+    with pytest.raises(CommunicatorError):
+        worker.teardown()
+    return [worker.teardown()]
+
+
+def test_after_groups_that_could_not_be_destroyed_no_rank_says_that_all_were_well(address, config) -> None:
+    for rank, (verdict,) in enumerate(values(run_ranks(_destruction_fails, 2, address, config))):
+        assert verdict == {rank: "the groups were aborted, not destroyed"}
+
+
+def _failed_before_the_world(rank: int, address: StoreAddress, config: RunConfig) -> list[dict[int, str]]:
+    worker = Worker(config, rank=rank, size=2)
+    return [worker.teardown("out of memory"), worker.teardown()]
+
+
+def test_a_failure_before_there_is_a_world_is_not_dropped(address, config) -> None:
+    for rank, verdicts in enumerate(values(run_ranks(_failed_before_the_world, 2, address, config))):
+        assert verdicts == [{rank: "out of memory"}] * 2
+
+
+class _FullDisk(Part):
+    """A part that ends its work, or gives it up, on a disk that is full."""
+
+    def before(self, phase: Phase) -> None:
+        if phase is Phase.TEARDOWN:
+            raise OSError(28, "No space left on device")
+
+    def abort(self, reason: str) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def _one_has_a_full_disk(
+    rank: int, address: StoreAddress, config: RunConfig, failure: str | None
+) -> list[dict[str, Any]]:
+    worker = Worker(config, rank=rank, size=2)
+    worker.start(address)
+    if rank == 0:
+        worker.safe.add_part(_FullDisk(worker.safe))
+    return [_end(worker, failure if rank == 0 else None)]
+
+
+@pytest.mark.parametrize("failure", [None, "out of memory"])
+def test_a_part_that_cannot_end_its_work_fails_its_rank_and_nobody_waits(failure: str | None, address, config) -> None:
+    for (end,) in values(run_ranks(_one_has_a_full_disk, 2, address, config, failure)):
+        assert end["failed"] == {0: failure or "OSError: [Errno 28] No space left on device"}
+        assert end["took_s"] < TEARDOWN_S / 2
 
 
 def _one_is_silent(rank: int, address: StoreAddress, config: RunConfig) -> dict[str, Any]:

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
+from rl_safe_workers.adapters.hosting import HostedTrainer
 from rl_safe_workers.adapters.nemo_rl import conversion
 from rl_safe_workers.adapters.nemo_rl.conversion import CONFIG, ITERATION, TRACKER, convert, is_complete
 from rl_safe_workers.errors import CheckpointError
 
 
-class _Alone:
+class _Alone(HostedTrainer):
     """The process of a world of one rank, and its trainer."""
 
     @property
-    def trainer(self) -> _Alone:
+    def trainer(self) -> Any:
         return self
 
     def together(self, phase: Any, work: Callable[[], Any], *, failure: Exception | None = None) -> Any:

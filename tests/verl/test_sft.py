@@ -152,8 +152,8 @@ def _fit(rank: int, model: Path) -> None:
 def test_a_rank_that_was_well_names_the_one_that_failed(tiny_moe) -> None:
     well, failed = run_verl_ranks(_fit, SIZE, tiny_moe)
     assert (type(well.error).__name__, str(well.error)) == (
-        "RunError",
-        "training rank 1: ValueError: a row has no messages",
+        "CommunicatorError",
+        "this rank succeeded, but the job has failed: training rank 1: ValueError: a row has no messages",
     )
     assert isinstance(failed.error, ValueError)
 

@@ -24,7 +24,7 @@ from rl_safe_workers.checkpoint.folders.publish import (
     removed_on_failure,
     start_pending,
 )
-from rl_safe_workers.errors import CheckpointError, RlSafeError
+from rl_safe_workers.errors import CheckpointError
 from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.lifecycle import Phase, timeout_setting
 
@@ -94,12 +94,8 @@ def convert(
         if not process.trainer.together(Phase.CONVERT, decide):
             run_import(str(final), True)
             return
-        try:
+        with process.failing_together(Phase.CONVERT):
             run_import(str(pending), False)
-        except RlSafeError:
-            raise  # every rank raises it
-        except Exception as error:
-            process.fail(Phase.CONVERT, error)
         process.trainer.together(Phase.CONVERT, lambda: _publish(pending, final))
 
 

@@ -7,12 +7,12 @@ import inspect
 import io
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,15 +33,12 @@ from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER, write_track
 from rl_safe_workers.comms.bootstrap import HostGroups
 from rl_safe_workers.compat import torch_groups
 from rl_safe_workers.control.deadline import Deadline
-from rl_safe_workers.control.plane import NO_VERDICT
-from rl_safe_workers.diagnostics.blame import blame_for_the_end
 from rl_safe_workers.errors import (
     OUTSIDE,
-    CommunicatorError,
     ConfigError,
     in_one_line,
 )
-from rl_safe_workers.lifecycle import Phase, timeout_setting
+from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.topology.groups import OpClass
 from rl_safe_workers.workers.communicators import HostComms
 
@@ -101,7 +98,6 @@ class SwiftJob(HostedTrainer):
         self._step = ExitStack()
         """Holds the phase that a callback has entered."""
         self._optimizer_replicated = False
-        self._has_ended = False
         self._stage: Phase | None = None
         """The phase that this rank prepares for: before its first phase, or after training. Else None."""
 
@@ -402,46 +398,6 @@ class SwiftJob(HostedTrainer):
         self._stage = stage
         self.notes.note(stage)
 
-    def leave(self) -> None:
-        """Ends the job in order, if this rank has not failed. Collective over: the training world.
-
-        Raises:
-            CommunicatorError: If another rank has failed; names it. Also as `SafeTrainer.teardown`.
-            PhaseTimeoutError: If a rank that has not failed does not come in time; names it.
-        """
-        started_s = time.monotonic()
-        if self.neighbours is not None:
-            self.neighbours.watch_exit(self.settings.timeouts.teardown)
-        failed = self.end()
-        self._has_ended = True
-        with self.speaking():
-            if failed:
-                self._blame_for_the_end(failed, time.monotonic() - started_s)
-        if self.neighbours is not None:
-            self.neighbours.leave()
-
-    def _blame_for_the_end(self, failed: Mapping[int, str], waited_s: float) -> NoReturn:
-        """Reports the ranks that gave no verdict at the teardown, if any, and raises the error of the end.
-
-        Args:
-            failed: The reason for each failure, by training rank.
-            waited_s: Seconds that this rank has waited.
-        """
-        trainer = self.trainer
-        if silent := [rank for rank, reason in failed.items() if reason == NO_VERDICT]:
-            late, culprits, why = blame_for_the_end(
-                silent,
-                rank=trainer.training_rank,
-                size=trainer.training_size,
-                waited_s=waited_s,
-                setting=timeout_setting(Phase.TEARDOWN),
-                among=self.neighbours,
-            )
-            self.notes.failed(Phase.TEARDOWN, late)
-            self.say(culprits, why)
-        reasons = "; ".join(f"training rank {rank}: {reason}" for rank, reason in failed.items())
-        raise CommunicatorError(f"this rank succeeded, but the job has failed: {reasons}")
-
     def fail_with(self, error: BaseException) -> None:
         """Ends this rank's part of the job after a failure: tells the other ranks, and logs where the failure began.
 
@@ -491,7 +447,7 @@ def _merges_adapters(args: Any) -> bool:
 
 
 def _leaving_the_world(original: Callable[..., None]) -> Callable[..., None]:
-    """Returns a ``destroy_process_group`` that skips the default group, because `SwiftJob.leave` ends it."""
+    """Returns a ``destroy_process_group`` that skips the default group, because `HostedTrainer.leave` ends it."""
 
     def destroy_process_group(group: Any = None) -> None:
         if group is not None:

@@ -37,7 +37,7 @@ from rl_safe_workers.checkpoint.save.writer import WrittenFile
 from rl_safe_workers.checkpoint.state.optimizer_state import FULLY_RESHARDABLE, is_in_place
 from rl_safe_workers.checkpoint.state.state import restore_state, sharded_state
 from rl_safe_workers.compat.param_gathers import complete_param_gathers
-from rl_safe_workers.errors import CheckpointError, RlSafeError
+from rl_safe_workers.errors import CheckpointError
 from rl_safe_workers.lifecycle import Phase, timeout_setting
 
 logger = logging.getLogger(__name__)
@@ -128,15 +128,10 @@ class SafeCheckpointManager(MegatronCheckpointManager):
         self.process.saves.finish_before(self.name, self._step_folder)
         self.process.tracker.begin(self.name, self._step_folder, global_step)
         started_s = time.monotonic()
-        with self.process.trainer.phase(Phase.SAVE):
-            try:
-                complete_param_gathers(self.model)
-                self._uncommit(local_path)
-                super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
-            except RlSafeError:
-                raise  # every rank raises it
-            except Exception as error:
-                self.process.fail(Phase.SAVE, error)
+        with self.process.trainer.phase(Phase.SAVE), self.process.failing_together(Phase.SAVE):
+            complete_param_gathers(self.model)
+            self._uncommit(local_path)
+            super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
         self.process.save_seconds += time.monotonic() - started_s
 
     def _notice_upload(self, hdfs_path: str | None) -> None:

@@ -27,7 +27,7 @@ from rl_safe_workers.adapters.verl.plugin import activate
 from rl_safe_workers.adapters.verl.search_path import SafeSearchPath
 from rl_safe_workers.adapters.verl.settings import TIMEOUT
 from rl_safe_workers.checkpoint.folders.claim import claimed
-from rl_safe_workers.errors import ConfigError, RlSafeError, RunError
+from rl_safe_workers.errors import ConfigError, RlSafeError
 
 if TYPE_CHECKING:
     from rl_safe_workers.adapters.verl.process import TrainerProcess
@@ -38,7 +38,7 @@ def run(config: DictConfig) -> None:
 
     Raises:
         ConfigError: If the configuration cannot be used, or if verl has chosen its own engine.
-        RunError: If another rank has failed and this rank has not; names the other rank.
+        CommunicatorError: If another rank has failed and this rank has not; names the other rank.
     """
     settings = check_sft(config)  # before verl's trainer is imported, which takes seconds
     if settings is not None:
@@ -78,20 +78,16 @@ def _ended() -> Iterator[None]:
     """Ends the groups after the body: together if no rank has failed, else without waiting.
 
     Raises:
-        RunError: If another rank has failed and this rank has not.
+        CommunicatorError: If another rank has failed and this rank has not; names the other rank.
     """
     try:
         yield
+        if (process := _process()) is not None:
+            process.leave()
     except BaseException as error:
         if (process := _process()) is not None:
             process.fail_with(error)
         raise
-    if (process := _process()) is None:
-        return
-    if failed := process.end():
-        raise RunError("; ".join(f"training rank {rank}: {text}" for rank, text in failed.items()))
-    if process.neighbours is not None:
-        process.neighbours.leave()
 
 
 def _process() -> TrainerProcess | None:

@@ -182,8 +182,11 @@ class TrainerProcess(HostedTrainer):
     def fail_with(self, error: BaseException) -> None:
         """Ends this rank's part of a job without a driver after a failure, and logs where the failure began.
 
-        Not collective; see `HostedTrainer.end_failed`.
+        Not collective; see `HostedTrainer.end_failed`. Does nothing if the rank has ended its part already.
         """
+        if self._has_ended:
+            return
+        self._has_ended = True
         lifecycle = self.trainer.lifecycle
         with self.speaking():
             self.end_failed(error, str(lifecycle.current or lifecycle.last_failed or OUTSIDE))
