@@ -213,7 +213,7 @@ class ShardWriter:
             directory,
             content_metadata=dict(given.get("content_metadata") or {}),
             prepare=partial(clear_shards, directory, below=self._host_folder(directory)),
-            commit=partial(_make_durable, directory),
+            commit=partial(make_durable, directory, parents=1),
             timeout=remaining(),
             background=background,
         )
@@ -224,20 +224,36 @@ class ShardWriter:
 
     def _saver(self, kind: str, *, optimizer_replicated: bool) -> Saver:
         if kind not in self._savers:
-            replicas = Replicas(
-                dense=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
-                expert=parallel_state.get_expert_data_parallel_world_size(),
-                optimizer=optimizer_replicated,
-            )
+            replicas = replicas_in_megatron(optimizer=optimizer_replicated)
             self._savers[kind] = Saver(self._control.scope(f"shards/{kind}"), replicas=replicas)
         return self._savers[kind]
 
 
-def _make_durable(directory: Path, files: Mapping[str, WrittenFile], notes: Sequence[str]) -> str:
-    """Syncs the metadata and the directories to disk, which the ranks have not done; returns the directory's path."""
+def replicas_in_megatron(*, optimizer: bool) -> Replicas:
+    """Returns how many ranks hold each kind of state, by Megatron's groups.
+
+    Args:
+        optimizer: Whether optimizer states are replicated, because there is no distributed optimizer.
+    """
+    return Replicas(
+        dense=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        expert=parallel_state.get_expert_data_parallel_world_size(),
+        optimizer=optimizer,
+    )
+
+
+def make_durable(directory: Path, files: Mapping[str, WrittenFile], notes: Sequence[str], *, parents: int) -> str:
+    """Syncs the metadata and the directories to disk, which the ranks have not done; returns the directory's path.
+
+    Args:
+        directory: The folder of the shards.
+        files: The files of the ranks, by name.
+        notes: Not used.
+        parents: Number of folders above it that the host has made for the save.
+    """
     for path in directory.iterdir():
         if path.name not in files and path.is_file():
             fsync(path)
-    for folder in (directory, directory.parent):
+    for folder in (directory, *directory.parents[:parents]):
         fsync(folder)
     return str(directory)

@@ -245,6 +245,13 @@ def test_the_architecture_page_names_code_that_exists() -> None:
     assert [f"{file} {name}" for file, name in walked if name not in _definitions(PACKAGE / file)] == []
 
 
+def test_the_architecture_page_names_no_class_that_the_code_does_not() -> None:
+    named = set(re.findall(r"`((?:[A-Z][a-z0-9]+){2,})`", ARCHITECTURE))
+    assert len(named) > 20
+    words = {word for path in PACKAGE.rglob("*.py") for word in re.findall(r"\w+", path.read_text())}
+    assert named - words == set()  # some are torch's
+
+
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 WIDEST = 120
 

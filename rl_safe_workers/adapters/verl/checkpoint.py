@@ -16,24 +16,22 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core import parallel_state
 from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
 
+from rl_safe_workers.adapters.shards import make_durable, replicas_in_megatron
 from rl_safe_workers.adapters.verl.pending_saves import PendingSave
 from rl_safe_workers.adapters.verl.process import TrainerProcess
 from rl_safe_workers.checkpoint.folders.durable import fsync
 from rl_safe_workers.checkpoint.folders.manifest import SHARDS
 from rl_safe_workers.checkpoint.folders.shard_folder import check_no_links, clear_shards
 from rl_safe_workers.checkpoint.load.loader import Loader, read_content_metadata
-from rl_safe_workers.checkpoint.save.save_plan import Replicas
 from rl_safe_workers.checkpoint.save.saver import Saver
-from rl_safe_workers.checkpoint.save.writer import WrittenFile
 from rl_safe_workers.checkpoint.state.optimizer_state import FULLY_RESHARDABLE, is_in_place
 from rl_safe_workers.checkpoint.state.state import restore_state, sharded_state
 from rl_safe_workers.compat.param_gathers import complete_param_gathers
@@ -163,7 +161,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
             directory,
             content_metadata=self._build_sharded_state_dict_metadata(),
             prepare=functools.partial(clear_shards, directory, below=self._step_folder.parent),
-            commit=functools.partial(_make_durable, directory),
+            commit=functools.partial(make_durable, directory, parents=2),
             timeout=self.process.trainer.remaining(),
             background=background,
         )
@@ -174,14 +172,9 @@ class SafeCheckpointManager(MegatronCheckpointManager):
 
     def _saver(self, tree: str) -> Saver:
         if tree not in self._savers:
-            dense = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
             self._savers[tree] = Saver(
                 self.process.trainer.control.scope(f"{self.name}/{tree}"),
-                replicas=Replicas(
-                    dense=dense,
-                    expert=parallel_state.get_expert_data_parallel_world_size(),
-                    optimizer=not self.use_distributed_optimizer,
-                ),
+                replicas=replicas_in_megatron(optimizer=not self.use_distributed_optimizer),
             )
         return self._savers[tree]
 
@@ -298,13 +291,3 @@ def _step_folder(local_path: str) -> Path:
     """Returns verl's folder of a step. Each role has a folder in it; a single model has none (sft_trainer.py:89)."""
     path = Path(local_path).absolute()
     return path if path.name.startswith("global_step_") else path.parent
-
-
-def _make_durable(directory: Path, files: Mapping[str, WrittenFile], notes: Sequence[str]) -> str:
-    """Syncs the metadata and the directories to disk, which the ranks have not done; returns the directory's path."""
-    for path in directory.iterdir():
-        if path.name not in files:
-            fsync(path)
-    for folder in (directory, directory.parent, directory.parent.parent):
-        fsync(folder)
-    return str(directory)
