@@ -54,7 +54,8 @@ class HostSettings(Section):
         Args:
             **timeouts: Timeouts in seconds, by phase, that come from other settings of the host.
         """
-        seconds = {"groups": self.timeouts.bootstrap, **self.timeouts.model_dump(), **timeouts}
+        phases = set(TimeoutsConfig.model_fields)  # a host may have timeouts for other waits
+        seconds = {"groups": self.timeouts.bootstrap, **self.timeouts.model_dump(include=phases), **timeouts}
         return RlSafeConfig(timeouts=TimeoutsConfig(**seconds), bootstrap=self.bootstrap)
 
     def to_json(self) -> str:

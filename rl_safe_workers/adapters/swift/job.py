@@ -150,9 +150,7 @@ class SwiftJob(HostedTrainer):
             trainer = self.trainer
             if trainer.device.type == "cuda":
                 torch.cuda.current_stream(trainer.device).synchronize()  # as NCCL's barrier does
-            phase = trainer.lifecycle.current
-            deadline = trainer.deadline if phase else Deadline.after(timedelta(seconds=self.settings.timeouts.outside))
-            trainer.control.barrier(phase or OUTSIDE, deadline)
+            self.wait_for_all()
             return None
 
         return barrier
@@ -247,13 +245,17 @@ class SwiftJob(HostedTrainer):
             self.turn(before)
 
     def wait_for_all(self) -> None:
-        """Waits for all ranks within the phase's deadline. Collective over: the training world.
+        """Waits for all ranks, by the phase's deadline or ``timeouts.outside``. Collective over: the training world.
 
         Raises:
             PhaseTimeoutError: If a rank does not come in time; names it.
         """
-        trainer = self.trainer
-        trainer.control.barrier(trainer.lifecycle.current or OUTSIDE, trainer.deadline)
+        in_phase = self.trainer.lifecycle.current is not None
+        self.trainer.control.barrier(self.phase_name(), self.trainer.deadline if in_phase else self._outside())
+
+    def _outside(self) -> Deadline:
+        """Returns the deadline of a wait outside of phases that begins now."""
+        return Deadline.after(timedelta(seconds=self.settings.timeouts.outside))
 
     def phase_name(self) -> str:
         """Returns the name of the phase that this rank is in."""
@@ -262,7 +264,7 @@ class SwiftJob(HostedTrainer):
     def engine_deadline(self) -> Deadline:
         """Returns the deadline for an engine. It is shortly before the other ranks stop waiting for this rank."""
         if self.trainer.lifecycle.current is None:
-            return Deadline.after(timedelta(seconds=self.settings.timeouts.outside))
+            return self._outside()
         return Deadline(time.monotonic(), self.trainer.deadline.plus(-_HEARD).at_s)
 
     @contextmanager

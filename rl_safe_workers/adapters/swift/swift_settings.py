@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pydantic import Field
 
 from rl_safe_workers.adapters.host_settings import ProvableSettings
-from rl_safe_workers.config import PhaseTimeouts, RlSafeConfig, Seconds, TimeoutsConfig
+from rl_safe_workers.config import PhaseTimeouts, Seconds
 
 VARIABLE = "RL_SAFE_SWIFT"
 """The settings as JSON, e.g. ``{"timeouts": {"save": 600}}``."""
@@ -39,11 +39,6 @@ class SwiftSettings(ProvableSettings):
     timeouts: SwiftTimeouts = Field(default_factory=SwiftTimeouts)
     release_comms: bool = False
     """True if communicators give their memory to vLLM on the same GPUs during generation."""
-
-    def rl_safe(self, **timeouts: float) -> RlSafeConfig:
-        """Returns the settings for a `SafeTrainer`, without ``outside``, which is not a phase."""
-        seconds = {"groups": self.timeouts.bootstrap, **self.timeouts.model_dump(exclude={"outside"}), **timeouts}
-        return RlSafeConfig(timeouts=TimeoutsConfig(**seconds), bootstrap=self.bootstrap)
 
 
 def job_settings(environ: Mapping[str, str] | None = None) -> SwiftSettings:
