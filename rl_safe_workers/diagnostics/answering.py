@@ -375,12 +375,12 @@ def answer_when_asked(
     _tell_fatal_signals(folder / fatal_file(rank_id))
     stacks = open_anew(folder / stack_file(rank_id), os.O_APPEND)
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=False)
-    in_background("place", _note_places, folder / place_file(rank_id), call_frame, look)
+    start_thread("place", _note_places, folder / place_file(rank_id), call_frame, look)
     pipe = folder / request_pipe(rank_id)
     pipe.unlink(missing_ok=True)
     os.mkfifo(pipe, 0o600)
     # For writing as well, so that a reader without a writer waits.
-    in_background("answers", _answer_requests, os.open(pipe, os.O_RDWR | os.O_CLOEXEC), stacks, folder, rank_id)
+    start_thread("answers", _answer_requests, os.open(pipe, os.O_RDWR | os.O_CLOEXEC), stacks, folder, rank_id)
 
 
 def note_event(kind: str, error: BaseException, said: str) -> None:
@@ -414,7 +414,7 @@ def _note_ended_threads() -> None:
     threading.excepthook = hook
 
 
-def in_background(name: str, work: Callable[..., object], *args: object) -> threading.Thread:
+def start_thread(name: str, work: Callable[..., object], *args: object) -> threading.Thread:
     """Starts a thread that lives as long as the process, and returns it."""
     thread = Thread(work, args=args, name=name)
     thread.start()

@@ -31,13 +31,13 @@ from rl_safe_workers.diagnostics.answering import (
     ALIVE_EVERY_S,
     answer_when_asked,
     failure_file,
-    in_background,
     leave_failure,
     note_phase,
     read_failure,
     read_phase,
     read_place,
     read_stays,
+    start_thread,
 )
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose
 from rl_safe_workers.diagnostics.exit_statuses import EndWatch
@@ -114,7 +114,7 @@ class Neighbours:
         )
         answer_when_asked(self.folder, trainer_id(rank), look=watch.look_or_tell if stop_limit_s > 0 else lambda: None)
         (self.folder / f"process_{rank}").write_text(f"{os.getpid()} {psutil.Process().create_time()}")
-        in_background("ends of other ranks", self._note_ends)
+        start_thread("ends of other ranks", self._note_ends)
 
     def _note_ends(self) -> None:
         """Notes the exit codes of the other ranks here. Every rank does so, because the others may miss one."""
@@ -300,7 +300,7 @@ class Neighbours:
         """
         if not self._watches_exit:
             self._watches_exit = True
-            in_background("exit", self._tell_late_exit, limit_s)
+            start_thread("exit", self._tell_late_exit, limit_s)
 
     def _tell_late_exit(self, limit_s: float) -> None:
         threading.main_thread().join()  # returns before Python joins other threads and calls handlers

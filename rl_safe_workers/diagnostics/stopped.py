@@ -27,7 +27,7 @@ from typing import Generic, NamedTuple, TypeVar
 import psutil
 
 from rl_safe_workers import env
-from rl_safe_workers.diagnostics.answering import in_background, open_anew, ranks_by_process, read_place
+from rl_safe_workers.diagnostics.answering import open_anew, ranks_by_process, read_place, start_thread
 from rl_safe_workers.diagnostics.proc_facts import GONE, NO_PROCESS, STOPPED_BY_SIGNAL
 from rl_safe_workers.errors import RankError, Stopped
 from rl_safe_workers.foreign_files import read_foreign
@@ -364,7 +364,7 @@ class MachineWatch:
         """
         self._ends = threading.Event()
         self._watch = StopWatch(folder, limit_s, partial(stopped_processes, run_id, folder, node))
-        self._thread = in_background("stop-watch", self._run) if limit_s > 0 else None
+        self._thread = start_thread("stop-watch", self._run) if limit_s > 0 else None
 
     def _run(self) -> None:
         while not self._ends.wait(self._watch.look_or_tell()):

@@ -22,7 +22,6 @@ from rl_safe_workers import frames
 from rl_safe_workers.diagnostics.answering import (
     GLOO_FLIGHTS,
     failure_file,
-    in_background,
     leave_failure,
     note_phase,
     place_file,
@@ -32,6 +31,7 @@ from rl_safe_workers.diagnostics.answering import (
     read_place,
     read_stays,
     request_pipe,
+    start_thread,
 )
 from rl_safe_workers.diagnostics.inquiry import RankProcess, ask_ranks
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, Raised, RankError
@@ -373,7 +373,7 @@ def _asked(rank: int, folder: Path) -> RankProcess:
         (folder / "unfinished").write_bytes(b"new")
         (folder / "unfinished").rename(folder / f"{GLOO_FLIGHTS}{rank}")
 
-    in_background("answer", answer)
+    start_thread("answer", answer)
     return RankProcess(rank_id=trainer_id(rank), pid=ended.pid, folder=folder, exit_code=0)
 
 
