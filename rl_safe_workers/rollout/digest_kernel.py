@@ -106,7 +106,8 @@ def constants(*, in_runs: bool, is_aligned: bool) -> dict[str, int]:
     return {"IN_RUNS": in_runs, "IS_ALIGNED": is_aligned, **sizes, "PLACE": PLACE, "FIRST": FIRST, "SECOND": SECOND}
 
 
-@triton.jit
+# Their alignment differs from batch to batch, and would make Triton compile the kernel anew.
+@triton.jit(do_not_specialize_on_alignment=["found", "table", "owners", "firsts"])
 def digest_chunk(  # type: ignore[no-untyped-def]  # Triton reads the annotations of constants alone
     found,
     table,
