@@ -20,6 +20,7 @@ import torch
 from benchmarks.gpu import BROADCAST_BYTES, LARGE, RECIPE, make_model, run_ranks
 from benchmarks.gpus import count_gpus, gpu_row
 from benchmarks.quickstart import run_recipe
+from benchmarks.sync_proof import speed_of_digests
 from benchmarks.table import Row, at_least, at_most
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.driver.outputs.metrics import PROOF_SECONDS, phase_seconds_name
@@ -37,7 +38,7 @@ SYNC = phase_seconds_name(Phase.SYNC)
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
-    """Syncs both models between two GPUs and within them. Takes about twelve minutes.
+    """Syncs both models between two GPUs and within them, and times digests. Takes about twelve minutes.
 
     Raises:
         ResourceError: If there are fewer than two GPUs.
@@ -53,7 +54,7 @@ def measure(report: Callable[[str], None]) -> list[Row]:
             common = [f"model.path={path}", "model.create=null"]
             size_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
             rows += _between(model, common, report) + _within(model, common, size_bytes, report)
-    return rows
+    return [*rows, speed_of_digests(torch.device("cuda", 0), report)]
 
 
 def _between(model: str, common: Sequence[str], report: Callable[[str], None]) -> list[Row]:

@@ -60,9 +60,9 @@ def digests(tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None
     if not tensors:
         return torch.empty(0, dtype=torch.int64)
     device = tensors[0].device
-    spans = [Span()] * len(tensors) if spans is None else spans
     if device.type == "cuda" and (kernel := _kernel(device)) is not None:
         return kernel(tensors, spans)
+    spans = [Span()] * len(tensors) if spans is None else spans
     found = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     at_once = _AT_ONCE.get(device.type, _AT_ONCE["cuda"])
     alike: dict[Span, list[int]] = {}
@@ -84,12 +84,12 @@ def digests(tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None
 
 
 @functools.cache
-def _kernel(device: torch.device) -> Callable[[Sequence[torch.Tensor], Sequence[Span]], torch.Tensor] | None:
+def _kernel(device: torch.device) -> Callable[[Sequence[torch.Tensor], Sequence[Span] | None], torch.Tensor] | None:
     """Returns the function that takes digests by a kernel; None if the kernel cannot be built on this machine."""
     try:
         from rl_safe_workers.rollout.digest_kernel import digests_of
 
-        digests_of([torch.zeros(1, device=device)], [Span()])
+        digests_of([torch.zeros(1, device=device)])
     except Exception as error:  # Triton raises what its compiler raises
         logger.warning("digests of weights take longer, because their kernel cannot be built: %s", in_one_line(error))
         return None

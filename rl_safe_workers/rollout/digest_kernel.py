@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -22,75 +23,83 @@ _VECTOR_BYTES = 16
 """Bytes that a thread loads at once, if the address allows it."""
 _COPIED_BYTES = 2**28
 """Bytes of copies that are held for a launch. Only a tensor whose memory is not a row of words needs a copy."""
+_FIELDS = 5
+"""Fields of the kernel's table: for each tensor its address, its number of words, and the place of its first word; then
+the words of a run, and the words between two runs that are not the tensor's."""
 
 
-class _Words(NamedTuple):
-    """The words of one tensor, and their places: a row of the kernel's table."""
+class _Batch(NamedTuple):
+    """The memory of some tensors, and the copies that stand for some of them."""
 
-    address: int
-    words: int
-    start: int
-    width: int
-    skip: int
-    """Words between two runs that do not belong to the tensor."""
+    addresses: list[int]
+    sizes: list[int]
+    """Bytes of each tensor."""
+    copies: list[torch.Tensor]
 
 
-def digests_of(tensors: Sequence[torch.Tensor], spans: Sequence[Span]) -> torch.Tensor:
+def digests_of(tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None) -> torch.Tensor:
     """Returns what `digest.digests` returns. Does not wait for the GPU.
 
     Args:
         tensors: As for `digest.digests`; at least one.
-        spans: As for `digest.digests`; one for each tensor.
+        spans: As for `digest.digests`.
     """
     device = tensors[0].device
     found = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     first = 0
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        for rows in _launches(tensors, spans):
-            _launch(rows, found[first : first + len(rows)])
-            first += len(rows)
+        for batch in _batches(tensors):
+            end = first + len(batch.addresses)
+            _launch(batch, None if spans is None else spans[first:end], found[first:end])
+            first = end
     return found
 
 
-def _launches(tensors: Sequence[torch.Tensor], spans: Sequence[Span]) -> Iterator[list[_Words]]:
-    """Yields the rows of each launch. Holds the copies that they point to until the next one is asked for."""
-    rows: list[_Words] = []
-    copies: list[torch.Tensor] = []
-    for tensor, span in zip(tensors, spans, strict=True):
+def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[_Batch]:
+    """Yields the tensors of each launch. The loop is short, because a model has thousands of weights."""
+    batch, copied_bytes = _Batch([], [], []), 0
+    for tensor in tensors:
         address, size = tensor.data_ptr(), tensor.nbytes
-        if not tensor.is_contiguous() or address % WORD_BYTES or size % WORD_BYTES:
-            copies.append(words_of(tensor))
-            address, size = copies[-1].data_ptr(), copies[-1].nbytes
-        count = size // WORD_BYTES
-        rows.append(_Words(address, count, span.start, span.width or max(count, 1), span.stride - span.width))
-        if sum(copy.nbytes for copy in copies) >= _COPIED_BYTES:
-            yield rows
-            rows, copies = [], []
-    if rows:
-        yield rows
+        if address % WORD_BYTES or size % WORD_BYTES or not tensor.is_contiguous():
+            copy = words_of(tensor)
+            batch.copies.append(copy)
+            address, size = copy.data_ptr(), copy.nbytes
+            copied_bytes += size
+        batch.addresses.append(address)
+        batch.sizes.append(size)
+        if copied_bytes >= _COPIED_BYTES:
+            yield batch
+            batch, copied_bytes = _Batch([], [], []), 0
+    if batch.addresses:
+        yield batch
 
 
-def _launch(rows: Sequence[_Words], found: torch.Tensor) -> None:
-    """Adds the digests of ``rows`` to ``found``, int64 ``[len(rows)]``."""
-    table = torch.tensor(rows, dtype=torch.int64)
-    chunks = (table[:, 1] + _CHUNK - 1).div(_CHUNK, rounding_mode="floor")
-    programs = int(chunks.sum())
-    if programs == 0:
+def _launch(batch: _Batch, spans: Sequence[Span] | None, found: torch.Tensor) -> None:
+    """Adds the digests of a batch to ``found``, int64 ``[len(batch.addresses)]``."""
+    addresses, words = np.array(batch.addresses), np.array(batch.sizes) // WORD_BYTES
+    chunks = -(-words // _CHUNK)
+    owners = np.repeat(np.arange(len(words)), chunks)
+    if not owners.size:
         return
-    owners = torch.arange(len(rows)).repeat_interleave(chunks)
-    firsts = (torch.arange(programs) - (chunks.cumsum(0) - chunks)[owners]) * _CHUNK
-    packed = torch.cat([table.flatten(), owners, firsts])
+    firsts = (np.arange(owners.size) - np.repeat(np.cumsum(chunks) - chunks, chunks)) * _CHUNK
+    starts = skips = np.zeros_like(words)
+    widths = np.maximum(words, 1)
+    if spans is not None:
+        starts, given, strides = np.array([(span.start, span.width, span.stride) for span in spans]).T
+        widths, skips = np.where(given, given, widths), strides - given
+    packed = torch.from_numpy(np.concatenate([addresses, words, starts, widths, skips, owners, firsts]))
     if found.is_cuda:
         packed = packed.pin_memory()  # else the copy would wait for the GPU
     packed = packed.to(found.device, non_blocking=True)
-    digest_chunk[(programs,)](
+    digest_chunk[(owners.size,)](
         found,
         packed,
-        packed[table.numel() :],
-        packed[table.numel() + programs :],
+        packed[_FIELDS * len(words) :],
+        packed[_FIELDS * len(words) + owners.size :],
+        len(words),
         **constants(
-            in_runs=any(row.width < row.words for row in rows),
-            is_aligned=not any(row.address % _VECTOR_BYTES for row in rows),
+            in_runs=bool((widths < words).any()),
+            is_aligned=not (addresses % _VECTOR_BYTES).any(),
         ),
     )
 
@@ -102,36 +111,36 @@ def constants(*, in_runs: bool, is_aligned: bool) -> dict[str, int]:
         in_runs: True if the words of a tensor are not one run; see `digest.Span`.
         is_aligned: True if a thread may load 16 bytes at once.
     """
-    sizes = {"FIELDS": len(_Words._fields), "BLOCK": _BLOCK, "CHUNK": _CHUNK}
-    return {"IN_RUNS": in_runs, "IS_ALIGNED": is_aligned, **sizes, "PLACE": PLACE, "FIRST": FIRST, "SECOND": SECOND}
+    found = {"IN_RUNS": in_runs, "IS_ALIGNED": is_aligned, "BLOCK": _BLOCK, "CHUNK": _CHUNK}
+    return {**found, "PLACE": PLACE, "FIRST": FIRST, "SECOND": SECOND}
 
 
-# Their alignment differs from batch to batch, and would make Triton compile the kernel anew.
-@triton.jit(do_not_specialize_on_alignment=["found", "table", "owners", "firsts"])
+# These arguments differ from batch to batch, and would make Triton compile the kernel anew.
+@triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=["found", "table", "owners", "firsts"])
 def digest_chunk(  # type: ignore[no-untyped-def]  # Triton reads the annotations of constants alone
     found,
     table,
     owners,
     firsts,
+    tensors,
     IN_RUNS: tl.constexpr,  # noqa: N803
     IS_ALIGNED: tl.constexpr,  # noqa: N803
-    FIELDS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     CHUNK: tl.constexpr,  # noqa: N803
     PLACE: tl.constexpr,  # noqa: N803
     FIRST: tl.constexpr,  # noqa: N803
     SECOND: tl.constexpr,  # noqa: N803
 ):
-    """Adds the digest of one chunk of a tensor to that of the tensor. All arguments before the constants are int64.
+    """Adds the digest of one chunk of a tensor to that of the tensor.
 
     Args:
-        found: The digest of each tensor.
-        table: The fields of `_Words` of each tensor.
-        owners: The row of each chunk's tensor.
-        firsts: The place of each chunk's first word in its tensor.
+        found: The digest of each tensor, int64.
+        table: The `_FIELDS` of all tensors, int64, ``[_FIELDS, tensors]``.
+        owners: The number of each chunk's tensor, int64.
+        firsts: The place of each chunk's first word in its tensor, int64.
+        tensors: Number of tensors.
         IN_RUNS: The constants; see `constants`.
         IS_ALIGNED: A constant.
-        FIELDS: A constant.
         BLOCK: A constant.
         CHUNK: A constant.
         PLACE: A constant.
@@ -141,14 +150,14 @@ def digest_chunk(  # type: ignore[no-untyped-def]  # Triton reads the annotation
     program = tl.program_id(0)
     owner = tl.load(owners + program)
     first = tl.load(firsts + program)
-    row = table + owner * FIELDS
-    words = (tl.load(row) + first * 4).to(tl.pointer_type(tl.int32))
+    field = table + owner
+    words = (tl.load(field) + first * 4).to(tl.pointer_type(tl.int32))
     if IS_ALIGNED:
         words = tl.multiple_of(words, 16)
-    count = tl.minimum(tl.load(row + 1) - first, CHUNK).to(tl.int32)
-    start = tl.load(row + 2).to(tl.uint32)
-    width = tl.load(row + 3).to(tl.uint32)
-    skip = tl.load(row + 4).to(tl.uint32)
+    count = tl.minimum(tl.load(field + tensors) - first, CHUNK).to(tl.int32)
+    start = tl.load(field + 2 * tensors).to(tl.uint32)
+    width = tl.load(field + 3 * tensors).to(tl.uint32)
+    skip = tl.load(field + 4 * tensors).to(tl.uint32)
     place = first.to(tl.uint32)
     offsets = tl.arange(0, BLOCK)
     sums = tl.zeros((BLOCK,), dtype=tl.int64)
