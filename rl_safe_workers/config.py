@@ -26,6 +26,8 @@ _MOST_SEEDED = 10**9
 _ROWS_OF_8_BITS = 16
 """Rows of an 8-bit matrix come in multiples of this."""
 _HOST_AND_PORT = re.compile(r"(?!\w+://)\S+:\d+")
+ABORT_S = 10.0
+"""Seconds by which a teardown may exceed its timeout, to abort groups that cannot be destroyed."""
 HEARING_S = 1.0
 """Smallest timeout of the bootstrap, in seconds. A waiting rank needs half of it to learn of other ranks' failures."""
 

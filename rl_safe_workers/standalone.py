@@ -24,7 +24,7 @@ from rl_safe_workers.comms.live_groups import live_groups
 from rl_safe_workers.comms.megatron_groups import limits_of_groups, nccl_config, sizes_of_groups, world_options
 from rl_safe_workers.comms.report import BootstrapReport
 from rl_safe_workers.comms.teardown import abort_groups
-from rl_safe_workers.config import MegatronConfig, RlSafeConfig
+from rl_safe_workers.config import ABORT_S, MegatronConfig, RlSafeConfig
 from rl_safe_workers.control.deadline import Deadline, attempt
 from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import NO_VERDICT
@@ -71,8 +71,6 @@ _MOST = Features(
 _SECOND = timedelta(seconds=1)
 _HEARD_S = 1.0
 """Seconds within which a leaving rank reads the failures of other ranks."""
-_ABORT = timedelta(seconds=10)
-"""Timeout for aborting groups that cannot be destroyed in order."""
 
 
 class _ScriptComms(HostComms):
@@ -335,7 +333,7 @@ def _end(script: _Script, leaving_on: str | None, timeout: timedelta) -> None:
         try:
             trainer.entry.adopt_world()
         except Exception:
-            abort_groups(trainer.world, timeout=_ABORT)
+            abort_groups(trainer.world, timeout=timedelta(seconds=ABORT_S))
             raise
     error, neighbours = sys.exc_info()[1], script.neighbours
     if neighbours is not None:

@@ -16,6 +16,8 @@ from rl_safe_workers.errors import RunError
 from rl_safe_workers.lifecycle import Phase, timeout_setting
 from rl_safe_workers.ranks import format_ranks
 
+AFTER_FAILURE_S = 4.0
+"""Seconds that ranks get to abort their groups after a failure. A rank that waits for another one does not answer."""
 _LATER_THAN_OTHERS = timedelta(seconds=2)
 """Extra time for a late rank to end, after another rank has given up waiting for it."""
 

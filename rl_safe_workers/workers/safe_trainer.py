@@ -11,7 +11,7 @@ import torch
 from rl_safe_workers.checkpoint.load.loader import CheckpointLoads
 from rl_safe_workers.checkpoint.save.saver import CheckpointSaves
 from rl_safe_workers.comms.teardown import abort_groups, destroy_groups
-from rl_safe_workers.config import MegatronConfig, RlSafeConfig
+from rl_safe_workers.config import ABORT_S, MegatronConfig, RlSafeConfig
 from rl_safe_workers.control.bounded import failure_of, within
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.errors import in_one_line
@@ -27,8 +27,7 @@ from rl_safe_workers.worlds.training_rank import Part, TrainingRank
 
 logger = logging.getLogger(__name__)
 
-_ABORT = timedelta(seconds=10)
-"""Longest time to abort groups that cannot be destroyed."""
+_ABORT = timedelta(seconds=ABORT_S)
 _JOINT_SHARE = 0.5
 """Share of the teardown's time for leaving the joint group."""
 

@@ -20,11 +20,12 @@ from typing import Any
 import ray
 
 from rl_safe_workers.adapters.driver_waits import DriverWaits, Party, Standstill
-from rl_safe_workers.adapters.group_ends import end_of, error_of
+from rl_safe_workers.adapters.group_ends import AFTER_FAILURE_S, end_of, error_of
 from rl_safe_workers.adapters.job_verdict import JobVerdict
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlTimeouts
 from rl_safe_workers.adapters.patches import PassThrough, replaced
 from rl_safe_workers.adapters.sync_prover import SyncProver
+from rl_safe_workers.config import ABORT_S
 from rl_safe_workers.errors import in_one_line
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, Role, trainer_id
@@ -39,10 +40,8 @@ ROLLOUTS = (
 """Functions by which NeMo RL's loops generate. Each version has only one of the last two."""
 MAKES_SYNC = "create_weight_synchronizer"
 """Function of newer versions that makes the object that refits the rollout."""
-_AFTER_FAILURE_S = 4.0
-"""Seconds that trainers get to abort their groups after a failure. A trainer that waits for another does not answer."""
-_ABORT_S = 12.0
-"""Seconds that a trainer may take to abort its groups after it has timed out waiting for the others."""
+_ANSWER_S = 2.0
+"""Seconds that a trainer's answer may take, after an abort too."""
 ENGINE_CALLS = (
     *("prepare_refit_info", "prepare_for_generation", "finish_generation", "invalidate_kv_cache"),
     *("snapshot_step_metrics", "get_step_metrics", "clear_logger_metrics", "get_logger_metrics"),
@@ -226,7 +225,7 @@ class GuardedDriver:
             return
         with self._waits.waiting(Phase.TEARDOWN):
             calls = [worker.rl_safe_end_groups.remote() for worker in trainers.workers]
-            error = error_of([end_of(calls, self._waits.timeout_s(Phase.TEARDOWN) + _ABORT_S)])
+            error = error_of([end_of(calls, self._waits.timeout_s(Phase.TEARDOWN) + ABORT_S + _ANSWER_S)])
             if error is not None:
                 raise error
 
@@ -257,7 +256,7 @@ class GuardedDriver:
         trainers = groups[0]
         if trainers is not None and trainers.workers:
             calls = [worker.shutdown.remote(in_one_line(cause)) for worker in trainers.workers]
-            ray.wait(calls, num_returns=len(calls), timeout=_AFTER_FAILURE_S)
+            ray.wait(calls, num_returns=len(calls), timeout=AFTER_FAILURE_S)
         for group in groups:
             if group is not None:
                 group.shutdown(force=True)

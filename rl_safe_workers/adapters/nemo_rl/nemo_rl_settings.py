@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from rl_safe_workers.adapters.host_settings import ProvableSettings, RolloutTimeouts
-from rl_safe_workers.config import Seconds
+from rl_safe_workers.config import ABORT_S, Seconds
 
 NODE = "rl_safe"
 TIMEOUT = f"{NODE}.timeouts.{{}}"
@@ -22,8 +22,6 @@ VARIABLE = "RL_SAFE_NEMO_RL"
 """The settings as JSON, e.g. ``{"timeouts": {"save": 600}}``."""
 HOST_SHUTDOWN_S = 30.0
 """Seconds that NeMo RL waits for its workers' ``shutdown()`` before it kills them (worker_groups.py:1066)."""
-ABORT_S = 10.0
-"""Seconds by which a teardown may exceed its timeout, to abort groups that could not be destroyed."""
 
 
 def _check_teardown(seconds: float) -> float:

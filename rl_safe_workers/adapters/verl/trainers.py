@@ -16,7 +16,7 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from rl_safe_workers import env
 from rl_safe_workers.adapters.driver_waits import DriverWaits, Party
-from rl_safe_workers.adapters.group_ends import end_of, error_of
+from rl_safe_workers.adapters.group_ends import AFTER_FAILURE_S, end_of, error_of
 from rl_safe_workers.adapters.job_verdict import JobVerdict
 from rl_safe_workers.adapters.verl.guarded_objects import GuardedRows, guarded_agents, guarded_samples, guarded_transfer
 from rl_safe_workers.adapters.verl.proved_transfer import ProvedTransfer
@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 _GRACE_S = 15.0
 """Seconds that a worker may take longer than its own deadline."""
-_AFTER_FAILURE_S = 4.0
-"""Seconds that workers get to abort their groups after a failure. A worker that waits for another does not answer."""
 _GROUPS = ("actor_rollout_wg", "critic_wg", "ref_policy_wg")
 _TRANSFERS = ("checkpoint_manager", "standalone_checkpoint_manager")
 
@@ -210,7 +208,7 @@ class SafeTrainerMixin:
         self._rl_safe_has_ended = True
         timeouts = self.rl_safe_settings.timeouts
         # Without a failure, the workers first finish saves in the background.
-        patience_s = timeouts.teardown + timeouts.save + _GRACE_S if failure is None else _AFTER_FAILURE_S
+        patience_s = timeouts.teardown + timeouts.save + _GRACE_S if failure is None else AFTER_FAILURE_S
         ends = [end_of(group.teardown_groups(failure), patience_s) for group in self._worker_groups()]
         for end in ends:
             if end.text:
