@@ -248,7 +248,7 @@ def make_durable(directory: Path, files: Mapping[str, WrittenFile], notes: Seque
     Args:
         directory: The folder of the shards.
         files: The files of the ranks, by name.
-        notes: Not used.
+        notes: The ranks' notes, which a saver passes to each such function. This one needs none.
         parents: Number of folders above it that the host has made for the save.
     """
     for path in directory.iterdir():

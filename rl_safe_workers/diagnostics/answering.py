@@ -319,7 +319,7 @@ def leave_failure(folder: Path, error: Exception, rank_id: RankId, phase: str) -
 
 
 def read_failure(folder: Path, rank_id: RankId) -> RunError | None:
-    """Returns the failure that a rank wrote by `leave_failure`; None if there is none.
+    """Reads the failure that `leave_failure` has written for a rank. Returns None if it has written none.
 
     A file that cannot be read counts as none, and is logged.
 
