@@ -39,7 +39,7 @@ from rl_safe_workers.models.bridge import open_bridge
 from rl_safe_workers.models.build import build_chunks
 from rl_safe_workers.platforms import cuda
 from rl_safe_workers.platforms.pinned import host_buffer
-from rl_safe_workers.rollout.packing import adjacent_names
+from rl_safe_workers.rollout.packing import neighbours_in
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.workers.outgoing import Outgoing
 from rl_safe_workers.worlds.address import StoreAddress
@@ -204,7 +204,7 @@ class Trainer(Ranks):
 
     def _pack(self, outgoing: Outgoing, buckets: Sequence[Bucket]) -> None:
         """Packs all buckets of this rank, without sending them."""
-        weights = outgoing.weights(adjacent_names(buckets))
+        weights = outgoing.weights(neighbours_in(buckets))
         buffer = torch.empty(max(bucket.size_bytes for bucket in buckets), dtype=torch.uint8, device=self.worker.device)
         started_s = time.perf_counter()
         for bucket in buckets:

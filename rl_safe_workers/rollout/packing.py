@@ -10,6 +10,7 @@ import torch
 
 from rl_safe_workers.rollout.protocol import ITEM_BYTES, Bucket, WeightSpec
 
+Neighbours = frozenset[tuple[str, str]]
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 """dtypes by their names in a `WeightSpec`."""
 
@@ -50,12 +51,12 @@ def slots_of(bucket: Bucket) -> list[int]:
     return [end - start for start, end in pairwise((*bucket.offsets, bucket.size_bytes))]
 
 
-def adjacent_names(buckets: Iterable[Bucket]) -> frozenset[str]:
-    """Returns the names of weights that follow the weight before them in its bucket, without padding between them."""
+def neighbours_in(buckets: Iterable[Bucket]) -> Neighbours:
+    """Returns each two names of weights that lie side by side in a bucket, without padding between them."""
     return frozenset(
-        spec.name
+        (one.name, following.name)
         for bucket in buckets
-        for spec, slot, size in zip(bucket.specs[1:], slots_of(bucket), bucket.sizes, strict=False)
+        for (one, following), slot, size in zip(pairwise(bucket.specs), slots_of(bucket), bucket.sizes, strict=False)
         if slot == size
     )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 import torch
 import torch.distributed as dist
@@ -13,15 +14,26 @@ from rl_safe_workers.comms.json_gather import gather_json
 from rl_safe_workers.compat.torch_copies import copy_each
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import OwnWeight
-from rl_safe_workers.rollout.packing import DTYPES, cut, dtype_name
+from rl_safe_workers.rollout.packing import DTYPES, Neighbours, cut, dtype_name
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
 from rl_safe_workers.rollout.sent_digests import AT_ONCE_BYTES
 
-Items = Iterator[tuple[tuple[str, ...], torch.Tensor]]
-"""Yields a tensor with its name, or a tensor whose memory is several weights, one after another, with their names."""
+Items = Iterator[tuple[tuple[str, ...], Sequence[torch.Tensor]]]
+"""Yields names, and the tensors whose memory is these weights, one after another. Tensors of one item agree in dtype,
+and in all dimensions but the first."""
 Digest = Callable[[Sequence[torch.Tensor]], None]
 
-_NOTHING = (("nothing",), torch.empty(0))
+_NOTHING = (("nothing",), (torch.empty(0),))
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The weights of consecutive parameters that are copied by one call, or the weights that one call makes."""
+
+    names: tuple[str, ...]
+    parameters: tuple[torch.Tensor, ...]
+    """Empty if the weights must be made."""
+    make: Callable[[], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +44,10 @@ class Outgoing:
     mine: frozenset[str]
     is_collective: bool
     """True if some rank needs collectives of the training world to make its weights."""
-    weights: Callable[[frozenset[str]], Items]
+    weights: Callable[[Neighbours], Items]
     """Yields this rank's weights from the start, in the order of ``specs``. May be collective at each item.
 
-    The argument is the result of `adjacent_names`: only these weights may share an item with the weight before them.
+    The argument is the result of `neighbours_in`: only neighbours may share an item.
     """
 
     @classmethod
@@ -49,7 +61,7 @@ class Outgoing:
             specs=specs,
             mine=frozenset(spec.name for spec in specs),
             is_collective=True,
-            weights=lambda _: (((name,), tensor) for name, tensor in export()),
+            weights=lambda _: (((name,), (tensor,)) for name, tensor in export()),
         )
 
     @classmethod
@@ -80,16 +92,19 @@ class Outgoing:
             raise WeightSyncError("two training ranks would send the same weight")
         in_order = sorted(own, key=lambda weight: weight.place)
 
-        def weights(adjacent: frozenset[str]) -> Items:
-            for weight in in_order:
-                parameter = weight.parameter
-                if parameter is not None and (len(weight.names) == 1 or adjacent.issuperset(weight.names[1:])):
-                    if parameter.untyped_storage().nbytes() < parameter.nbytes:
-                        # A copy from it would end the process. torch checks this only when it makes a view.
-                        raise WeightSyncError(f"weight {weight.names[0]}: the memory of its parameter is freed")
-                    yield weight.names, parameter
-                else:
-                    yield from zip(zip(weight.names), weight.make(), strict=True)
+        @functools.cache
+        def runs(neighbours: Neighbours) -> list[_Run]:
+            return _runs_of(in_order, neighbours)
+
+        def weights(neighbours: Neighbours) -> Items:
+            for run in runs(neighbours):
+                if not run.parameters:
+                    yield from ((names, (made,)) for names, made in zip(zip(run.names), run.make(), strict=True))
+                    continue
+                if any(each.untyped_storage().nbytes() < each.nbytes for each in run.parameters):
+                    # A copy from it would end the process. torch checks this only when it makes a view.
+                    raise WeightSyncError(f"weight {run.names[0]}: the memory of its parameter is freed")
+                yield run.names, run.parameters
 
         return cls(
             specs=specs,
@@ -128,31 +143,65 @@ class Outgoing:
         edges = (*bucket.offsets, bucket.size_bytes)
         first, taken, slots = 0, [], []
         while number < end:
-            tensor, count = self._take(bucket, number, weights)
-            taken.append(tensor)
+            tensors, count = self._take(bucket, number, weights)
+            taken.append(tensors)
             slots.append(edges[number + count] - edges[number])
             number += count
             if edges[number] - edges[first] > AT_ONCE_BYTES or number == end:
                 if digest is not None:
-                    digest(taken)
+                    digest(list(chain.from_iterable(taken)))
                 _copy(taken, buffer[edges[first] : edges[number]], slots)
                 first, taken, slots = number, [], []
 
     @staticmethod
-    def _take(bucket: Bucket, number: int, weights: Items) -> tuple[torch.Tensor, int]:
+    def _take(bucket: Bucket, number: int, weights: Items) -> tuple[Sequence[torch.Tensor], int]:
         """Takes the next item. Returns it with the number of weights in it, of which the first is ``number``."""
         spec = bucket.specs[number]
-        names, tensor = next(weights, _NOTHING)
-        count = len(names)
-        fits = tensor.nbytes == sum(bucket.sizes[number : number + count]) and (count > 1 or tensor.shape == spec.shape)
-        if names[0] != spec.name or tensor.dtype != DTYPES[spec.dtype] or not fits:
+        names, tensors = next(weights, _NOTHING)
+        count, first, dtype = len(names), tensors[0], DTYPES[spec.dtype]
+        fits = sum(one.nbytes for one in tensors) == sum(bucket.sizes[number : number + count]) and (
+            count > 1 or first.shape == spec.shape
+        )
+        if names[0] != spec.name or any(one.dtype != dtype for one in tensors) or not fits:
             raise WeightSyncError(
-                f"weight {', '.join(names)} {dtype_name(tensor.dtype)} {tuple(tensor.shape)} was announced as "
+                f"weight {', '.join(names)} {dtype_name(first.dtype)} {tuple(first.shape)} was announced as "
                 f"{spec.name} {spec.dtype} {spec.shape}"
             )
-        return tensor, count
+        return tensors, count
 
 
-def _copy(tensors: Sequence[torch.Tensor], block: torch.Tensor, slots: Sequence[int]) -> None:
-    """Copies all in one launch. A launch for each expert would cost more than the transfer."""
-    copy_each(cut(block, slots, [one.shape for one in tensors], [one.dtype for one in tensors]), tensors)
+def _runs_of(weights: Sequence[OwnWeight], neighbours: Neighbours) -> list[_Run]:
+    """Returns the weights in runs: those of all experts of a layer are one, if a bucket has them side by side."""
+    found: list[_Run] = []
+    for weight in weights:
+        parameter = weight.parameter
+        if parameter is None or not neighbours.issuperset(pairwise(weight.names)):
+            found.append(_Run(weight.names, (), weight.make))
+            continue
+        last = found[-1] if found and (found[-1].names[-1], weight.names[0]) in neighbours else None
+        if last is not None and last.parameters and _is_alike(last.parameters[0], parameter):
+            found[-1] = _Run(last.names + weight.names, (*last.parameters, parameter), weight.make)
+        else:
+            found.append(_Run(weight.names, (parameter,), weight.make))
+    return found
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dim() > 0 < one.numel() and (one.dtype, one.shape[1:]) == (other.dtype, other.shape[1:])
+
+
+def _copy(items: Sequence[Sequence[torch.Tensor]], block: torch.Tensor, slots: Sequence[int]) -> None:
+    """Copies all items in a few launches. A launch for each expert would cost more than the transfer."""
+    shapes = [_shape_of(tensors, slot) for tensors, slot in zip(items, slots, strict=True)]
+    places = cut(block, slots, shapes, [tensors[0].dtype for tensors in items])
+    for tensors, place in zip(items, places, strict=True):
+        if len(tensors) > 1:
+            torch.cat(tuple(tensors), out=place)
+    alone = [(place, tensors[0]) for tensors, place in zip(items, places, strict=True) if len(tensors) == 1]
+    copy_each([place for place, _ in alone], [tensor for _, tensor in alone])
+
+
+def _shape_of(tensors: Sequence[torch.Tensor], slot: int) -> Sequence[int]:
+    """Returns the shape of tensors that fill a slot if they are joined along their first dimension."""
+    first = tensors[0]
+    return first.shape if len(tensors) == 1 else (slot * len(first) // first.nbytes, *first.shape[1:])

@@ -16,7 +16,7 @@ from rl_safe_workers.errors import LifecycleError, WeightSyncError, first_line, 
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.ranks import format_ranks, joint_ids, trainer_id
-from rl_safe_workers.rollout.packing import adjacent_names
+from rl_safe_workers.rollout.packing import Neighbours, neighbours_in
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.rollout.sent_digests import SentDigests
 from rl_safe_workers.rollout.sync_proof import SentWeights
@@ -59,8 +59,8 @@ class WeightSync(Part):
         """Digests of the current sync; None if it takes no digests."""
         self._colocated = False
         self._outgoing: Outgoing | None = None
-        self._buckets: dict[int, tuple[list[Bucket], frozenset[str]]] = {}
-        """Buckets and their `adjacent_names`, by ``bucket_bytes``."""
+        self._buckets: dict[int, tuple[list[Bucket], Neighbours]] = {}
+        """Buckets and their `neighbours_in`, by ``bucket_bytes``."""
 
     def join(
         self,
@@ -161,14 +161,14 @@ class WeightSync(Part):
             self.sent, self._digests = _NOT_PROVED, SentDigests() if prove else None
             if bucket_bytes not in self._buckets:
                 planned = plan_buckets(self._outgoing.specs, bucket_bytes=bucket_bytes)
-                self._buckets[bucket_bytes] = planned, adjacent_names(planned)
-            buckets, adjacent = self._buckets[bucket_bytes]
+                self._buckets[bucket_bytes] = planned, neighbours_in(planned)
+            buckets, neighbours = self._buckets[bucket_bytes]
             failure, buffers = self._bucket_buffers(max((bucket.size_bytes for bucket in buckets), default=0))
             if self._colocated or self._outgoing.is_collective:
                 # Collectives follow. A rank without memory would skip them, and the others would hang.
                 self._agree(failure)
             # Each weight has a digest of its own.
-            weights = self._outgoing.weights(adjacent if self._digests is None else frozenset())
+            weights = self._outgoing.weights(neighbours if self._digests is None else frozenset())
             failure = self._send(buckets, weights, buffers, failure)
             self._agree(failure)
             if self._digests is not None:

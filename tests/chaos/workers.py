@@ -99,6 +99,6 @@ class ChaosTrainer(TrainerWorker):
         outgoing = self.safe.weights._outgoing
         assert outgoing is not None
         self.safe.weights._outgoing = dataclasses.replace(
-            outgoing, weights=lambda adjacent: _marked(outgoing.weights(adjacent), self.striker, Phase.SYNC)
+            outgoing, weights=lambda neighbours: _marked(outgoing.weights(neighbours), self.striker, Phase.SYNC)
         )
         return specs

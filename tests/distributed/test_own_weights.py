@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import pytest
@@ -114,10 +114,17 @@ def test_without_tensor_parallelism_only_fused_projections_are_copied(
 
 
 @pytest.mark.parametrize("name", WITHOUT_TENSOR_PARALLELISM)
-def test_gate_and_up_of_each_layer_and_expert_are_taken_together(name: str, seen_in: dict[str, list[Seen]]) -> None:
+def test_all_experts_of_a_layer_are_taken_together(name: str, seen_in: dict[str, list[Seen]]) -> None:
+    assert any(rank.together for rank in seen_in[name])
     for rank in seen_in[name]:
+        item_of = {weight: item for item in rank.together for weight in item}
         gates = {weight for weight in rank.mine if "gate_proj" in weight}
-        assert rank.together == {(gate, gate.replace("gate_proj", "up_proj")) for gate in gates}
+        for gate in gates:
+            assert (gate, gate.replace("gate_proj", "up_proj")) in pairwise(item_of[gate])
+        for kind in ("gate_proj", "down_proj"):
+            experts = [weight for weight in rank.mine if kind in weight and ".experts." in weight]
+            layers = {weight.partition(".experts.")[0] for weight in experts}
+            assert len({item_of[weight] for weight in experts}) == len(layers)
 
 
 def test_tensor_parallelism_gathers_nothing_that_it_does_not_split(seen_in: dict[str, list[Seen]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,9 +12,9 @@ import torch
 
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import OwnWeight
-from rl_safe_workers.rollout.packing import adjacent_names, dtype_name, unpack
+from rl_safe_workers.rollout.packing import dtype_name, neighbours_in, unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
-from rl_safe_workers.workers.outgoing import Outgoing
+from rl_safe_workers.workers.outgoing import Items, Outgoing
 
 CPU = torch.device("cpu")
 MARK = 7
@@ -33,9 +33,9 @@ def outgoing(weights: Weights, *, source: int = 0) -> Outgoing:
     return Outgoing(specs=specs, mine=frozenset(weights), is_collective=False, weights=lambda _: alone(weights))
 
 
-def alone(weights: Weights) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+def alone(weights: Weights) -> Items:
     """Yields each weight as an item of its own."""
-    return (((name,), tensor) for name, tensor in weights.items())
+    return (((name,), (tensor,)) for name, tensor in weights.items())
 
 
 def only_bucket(made: Outgoing) -> Bucket:
@@ -223,13 +223,55 @@ def test_weights_of_a_parameter_are_taken_together_unless_a_bucket_ends_between_
     fused: Outgoing, bucket_bytes: int, items: list[tuple[str, ...]]
 ) -> None:
     buckets = plan_buckets(fused.specs, bucket_bytes=bucket_bytes)
-    adjacent = adjacent_names(buckets)
-    assert [names for names, _ in fused.weights(adjacent)] == items
-    left = fused.weights(adjacent)
+    neighbours = neighbours_in(buckets)
+    assert [names for names, _ in fused.weights(neighbours)] == items
+    left = fused.weights(neighbours)
     received: Weights = {}
     for bucket in buckets:
         received.update(unpack(bucket, packed(fused, bucket, left, training_rank=0)))
     assert torch.equal(torch.cat([received[name].view(-1) for name in ("gate", "up", "down")]), torch.arange(24.0))
+
+
+def experts(*numbers: int, width: int = 2) -> list[OwnWeight]:
+    """Returns experts with gate and up in one parameter each, whose values are the expert's number."""
+    found = []
+    for number in numbers:
+        both = torch.full((4, width), float(number))
+        weights = own((0, 0, 0), {f"gate.{number}": both[:2], f"up.{number}": both[2:]})
+        found.append(dataclasses.replace(weights, parameter=both))
+    return found
+
+
+def test_all_experts_of_a_layer_are_one_item_and_are_read_anew_in_each_sync(tell: Tell) -> None:
+    of_rank = experts(0, 1, 2)
+    made = tell(0, of_rank)
+    bucket = only_bucket(made)
+    for factor in (1.0, 10.0):
+        left = made.weights(neighbours_in([bucket]))
+        received = dict(unpack(bucket, packed(made, bucket, left, training_rank=0)))
+        assert next(left, None) is None
+        assert {name: tensor.unique().tolist() for name, tensor in received.items()} == {
+            f"{kind}.{number}": [number * factor] for number in range(3) for kind in ("gate", "up")
+        }
+        for weight in of_rank:
+            assert weight.parameter is not None
+            weight.parameter.mul_(10)
+    assert [len(names) for names, _ in made.weights(neighbours_in([bucket]))] == [6]
+
+
+def test_only_weights_of_one_form_are_one_item(tell: Tell) -> None:
+    made = tell(0, [*experts(0, 1), *experts(2, width=4)])
+    bucket = only_bucket(made)
+    assert [len(names) for names, _ in made.weights(neighbours_in([bucket]))] == [4, 2]
+    received = dict(unpack(bucket, packed(made, bucket, made.weights(neighbours_in([bucket])), training_rank=0)))
+    assert [received[f"up.{number}"].unique().item() for number in range(3)] == [0.0, 1.0, 2.0]
+
+
+def test_weights_that_this_rank_has_in_a_row_are_apart_if_a_bucket_has_others_between_them(tell: Tell) -> None:
+    made = tell(0, experts(0, 1))
+    theirs = [spec(name, torch.ones(2, 2)) for name in ("gate.0", "up.0", "another", "gate.1", "up.1")]
+    (bucket,) = plan_buckets(theirs, bucket_bytes=10**6)
+    assert [len(names) for names, _ in made.weights(neighbours_in([bucket]))] == [2, 2]
 
 
 def test_weights_with_padding_between_them_are_not_taken_together(tell: Tell) -> None:
@@ -237,7 +279,7 @@ def test_weights_with_padding_between_them_are_not_taken_together(tell: Tell) ->
     weights = own((0, 0, 0), {"a": both[:3], "b": both[3:]})
     made = tell(0, [dataclasses.replace(weights, parameter=both)])
     bucket = only_bucket(made)
-    left = made.weights(adjacent_names([bucket]))
+    left = made.weights(neighbours_in([bucket]))
     received = dict(unpack(bucket, packed(made, bucket, left, training_rank=0)))
     assert [received[name].tolist() for name in "ab"] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 
@@ -245,7 +287,7 @@ def test_weights_with_padding_between_them_are_not_taken_together(tell: Tell) ->
 def test_an_item_must_have_as_many_bytes_as_its_weights() -> None:
     made = outgoing(ones("a", "b"))
     with pytest.raises(WeightSyncError, match=r"^weight a, b float32 \(5,\) was announced as a float32 \(2,\)$"):
-        packed(made, only_bucket(made), iter([(("a", "b"), torch.ones(5))]), training_rank=0)
+        packed(made, only_bucket(made), iter([(("a", "b"), (torch.ones(5),))]), training_rank=0)
 
 
 def test_a_parameter_whose_memory_is_freed_is_refused(tell: Tell) -> None:
