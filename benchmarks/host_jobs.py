@@ -10,8 +10,8 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -37,6 +37,31 @@ LOGS = "RL_SAFE_BENCH_LOGS"
 """Environment variable: a folder that keeps the logs of the jobs."""
 _SETTLE_S = 20.0
 """Seconds that Ray may take to end its own processes after the command has ended."""
+
+
+_NODES = Path("/sys/devices/system/node")
+_CPU_LIST = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@contextmanager
+def on_one_numa_node() -> Iterator[int]:
+    """Keeps the jobs that this thread starts on the CPUs of one NUMA node. Yields the number of these CPUs.
+
+    Jobs that are compared then have their memory on the same node. A process is slower if its memory is on another one.
+    """
+    before = os.sched_getaffinity(0)
+    nodes = [_cpus_in(path.read_text()) & before for path in sorted(_NODES.glob("node[0-9]*/cpulist"))]
+    chosen = max([*nodes, set()], key=len) or before
+    os.sched_setaffinity(0, chosen)
+    try:
+        yield len(chosen)
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _cpus_in(text: str) -> set[int]:
+    """Returns the CPUs of a list such as ``0-3,8``."""
+    return {cpu for first, last in _CPU_LIST.findall(text) for cpu in range(int(first), int(last or first) + 1)}
 
 
 class Job:

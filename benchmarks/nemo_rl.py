@@ -27,6 +27,7 @@ from statistics import mean, median
 from rich.console import Console
 
 from benchmarks.gpus import count_gpus, gpu_row
+from benchmarks.host_jobs import on_one_numa_node
 from benchmarks.host_meter import FAULT_NAME
 from benchmarks.nemo_rl_jobs import IS_CUT, RECIPES, Job, Run, keep_logs, module_search_path, run_jobs
 from benchmarks.nemo_rl_meter import (
@@ -271,7 +272,9 @@ def _steps(recipe: str) -> Callable[[Path, Path, Callable[[str], None]], list[Ro
             "policy.train_global_batch_size=32",
         )
         pair = [replace(job, model=LARGER) for job in _pair(folder, recipe, *overrides, prefix="t", turns=True)]
-        ours, stock = _run(pair, out, report)
+        with on_one_numa_node() as cpus:
+            report(f"both jobs run on the same {cpus} CPUs")
+            ours, stock = _run(pair, out, report)
         rows = [
             gpu_row(f"{recipe}, in turns, {run.job.side}: exit code", "", _code(run), at_most(0))
             for run in (ours, stock)

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks import host_meter, verl_bare_steps, verl_glue
 from benchmarks.gpus import count_gpus, gpu_row
-from benchmarks.host_jobs import Job
+from benchmarks.host_jobs import Job, on_one_numa_node
 from benchmarks.script import median_and_interval, median_with_bounds
 from benchmarks.table import Goal, Row, at_least, at_most
 from benchmarks.verl_faults import ENGINE_FAULTS, FAULTS, faults
@@ -165,7 +165,8 @@ def steps(jobs: Jobs) -> list[Row]:
         )
         for who, other in ((STOCK, OURS), (OURS, STOCK))
     ]
-    with ThreadPoolExecutor(1) as pool:
+    with on_one_numa_node() as cpus, ThreadPoolExecutor(1) as pool:
+        jobs.report(f"both jobs run on the same {cpus} CPUs")
         with host_meter.no_turns(turns):
             running = pool.submit(jobs.run, wanted)
             jobs.is_quiet.wait(QUIET_WITHIN_S)
