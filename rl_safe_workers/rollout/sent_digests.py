@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -40,8 +41,7 @@ class SentDigests:
 
         Args:
             weights: Name and tensor of each weight.
-            at_once_bytes: Bytes to read ahead. 0 for a host that sends weights from several streams of a GPU, because
-                each digest must be computed on the stream that sends the weight.
+            at_once_bytes: Bytes to read ahead.
         """
         waiting: list[tuple[str, torch.Tensor]] = []
         waiting_bytes = 0
@@ -52,6 +52,34 @@ class SentDigests:
                 yield from self._noted(waiting)
                 waiting, waiting_bytes = [], 0
         yield from self._noted(waiting)
+
+    def passing_on_their_streams(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, at_once_bytes: int = AT_ONCE_BYTES
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields weights unchanged as they come, and takes their digests later, each on the GPU stream that it came on.
+
+        For a host that sends weights from several streams: a weight that was read ahead would be sent from another
+        stream than it was made on. The host must not change the tensors.
+
+        Args:
+            weights: Name and tensor of each weight.
+            at_once_bytes: Bytes of weights to hold, so that their digests are taken together.
+        """
+        held: list[tuple[str, torch.Tensor]] = []
+        held_bytes, of_held = 0, None
+        for name, tensor in weights:
+            stream = _stream_of(tensor)
+            if held and (stream != of_held or held_bytes > at_once_bytes):
+                self._note_on(of_held, held)
+                held, held_bytes = [], 0
+            held.append((name, tensor))
+            held_bytes, of_held = held_bytes + tensor.nbytes, stream
+            yield name, tensor
+        self._note_on(of_held, held)
+
+    def _note_on(self, stream: torch.cuda.Stream | None, weights: list[tuple[str, torch.Tensor]]) -> None:
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            self._noted(weights)
 
     def _noted(self, weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
         self.names += [name for name, _ in weights]
@@ -70,3 +98,8 @@ class SentDigests:
         found = torch.cat(self._digests).tolist() if self._digests else []
         by_name = dict(zip(names, found, strict=True))
         return SentWeights(digests=by_name, seconds=self._seconds + time.monotonic() - started_s)
+
+
+def _stream_of(tensor: torch.Tensor) -> torch.cuda.Stream | None:
+    """Returns the current stream of a tensor's device; None for a CPU."""
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from rl_safe_workers.rollout import sent_digests
 from rl_safe_workers.rollout.digest import digests
 from rl_safe_workers.rollout.read_back import obstacle
 from rl_safe_workers.rollout.sent_digests import SentDigests
@@ -42,8 +45,43 @@ def test_no_more_weights_are_held_than_fit(at_once_bytes: int) -> None:
     assert max(ahead) <= at_once_bytes + max(tensor.nbytes for tensor in WEIGHTS.values())
 
 
+@pytest.mark.parametrize("at_once_bytes", [0, 20, 10**6])
+def test_weights_of_several_streams_pass_as_they_come_and_are_digested_on_their_own_stream(
+    at_once_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, current, digested = SentDigests(), ["before"], []
+    monkeypatch.setattr(sent_digests, "_stream_of", lambda tensor: current[-1])
+
+    @contextmanager
+    def on(stream: str) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    def add(self: SentDigests, tensors: Sequence[torch.Tensor]) -> None:
+        digested.append((current[-1], [len(tensor) for tensor in tensors]))
+        of_class(self, tensors)
+
+    of_class = SentDigests.add
+    monkeypatch.setattr(sent_digests.torch.cuda, "stream", on)
+    monkeypatch.setattr(SentDigests, "add", add)
+    weights = found.passing_on_their_streams(iter(WEIGHTS.items()), at_once_bytes=at_once_bytes)
+    # A host that sends from two streams in turns, and asks in vain for one more weight on the second.
+    turns = [*["first"] * 3, *["second"] * 2, *["first"] * 2]
+    passed = []
+    for stream in (*turns, "second"):
+        with on(stream):
+            passed += [name for name, _ in [next(weights, ("", torch.empty(0)))] if name]
+    assert passed == list(WEIGHTS) == found.names
+    taken_on = [(size, stream) for stream, sizes in digested for size in sizes]
+    assert taken_on == list(zip(range(3, 10), turns, strict=True))
+    assert len(digested) == {0: 7, 20: 6, 10**6: 3}[at_once_bytes]
+    assert found.sent(found.names).digests == dict(zip(WEIGHTS, digests(list(WEIGHTS.values())).tolist(), strict=True))
+
+
 def test_a_sync_without_weights_has_no_digests() -> None:
     assert SentDigests().sent([]).digests == {}
+    assert list(SentDigests().passing_on_their_streams(iter(()))) == []
 
 
 @pytest.mark.parametrize(

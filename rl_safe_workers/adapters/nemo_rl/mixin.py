@@ -107,7 +107,7 @@ class SafePolicyMixin:
     def _iter_params_with_optional_kv_scales(self, *args: Any, **kwargs: Any) -> Any:
         weights = super()._iter_params_with_optional_kv_scales(*args, **kwargs)  # type: ignore[misc]
         digests = self.safe.digests
-        return weights if digests is None else digests.passing(weights, at_once_bytes=0)
+        return weights if digests is None else digests.passing_on_their_streams(weights)
 
     def prepare_nccl_reshard_refit_info(self, *args: Any, **kwargs: Any) -> Any:
         """Plans the transfer of weight shards to the rollout ranks, as phase ``sync``."""
