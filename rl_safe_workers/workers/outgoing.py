@@ -24,6 +24,7 @@ and in all dimensions but the first."""
 Digest = Callable[[Sequence[torch.Tensor]], None]
 
 _NOTHING = (("nothing",), (torch.empty(0),))
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,9 @@ def _runs_of(weights: Sequence[OwnWeight], neighbours: Neighbours) -> list[_Run]
 
 
 def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dim() > 0 < one.numel() and (one.dtype, one.shape[1:]) == (other.dtype, other.shape[1:])
+    """Returns True if two parameters can be joined along their first dimension, without a class of their own."""
+    is_plain = type(one) in _PLAIN and type(other) in _PLAIN
+    return is_plain and one.dim() > 0 < one.numel() and (one.dtype, one.shape[1:]) == (other.dtype, other.shape[1:])
 
 
 def _copy(items: Sequence[Sequence[torch.Tensor]], block: torch.Tensor, slots: Sequence[int]) -> None:
