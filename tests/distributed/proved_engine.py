@@ -118,7 +118,7 @@ def outgoing_of(weights: Weights) -> Outgoing:
         specs=specs,
         mine=frozenset(weights),
         is_collective=False,
-        weights=lambda _: (((name,), tensor) for name, tensor in weights.items()),
+        weights=lambda _: (((name,), (tensor,)) for name, tensor in weights.items()),
     )
 
 
