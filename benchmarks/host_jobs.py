@@ -39,7 +39,7 @@ _SETTLE_S = 20.0
 """Seconds that Ray may take to end its own processes after the command has ended."""
 
 
-_NODES = Path("/sys/devices/system/node")
+_NODES, _DEVICES = Path("/sys/devices/system/node"), Path("/sys/bus/pci/devices")
 _CPU_LIST = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -47,11 +47,15 @@ _CPU_LIST = re.compile(r"(\d+)(?:-(\d+))?")
 def on_one_numa_node() -> Iterator[int]:
     """Keeps the jobs that this thread starts on the CPUs of one NUMA node. Yields the number of these CPUs.
 
-    Jobs that are compared then have their memory on the same node. A process is slower if its memory is on another one.
+    The jobs' memory is then on that node, too, while it has room, so that jobs can be compared. A job may choose other
+    CPUs itself. The node is that of the first GPU, if the kernel tells it; else the node with most CPUs.
     """
     before = os.sched_getaffinity(0)
-    nodes = [_cpus_in(path.read_text()) & before for path in sorted(_NODES.glob("node[0-9]*/cpulist"))]
-    chosen = max([*nodes, set()], key=len) or before
+    nodes = {
+        int(path.parent.name.removeprefix("node")): cpus_in(path.read_text()) & before
+        for path in _NODES.glob("node[0-9]*/cpulist")
+    }
+    chosen = nodes.get(_node_of_first_gpu()) or max(nodes.values(), key=len, default=set()) or before
     os.sched_setaffinity(0, chosen)
     try:
         yield len(chosen)
@@ -59,9 +63,21 @@ def on_one_numa_node() -> Iterator[int]:
         os.sched_setaffinity(0, before)
 
 
-def _cpus_in(text: str) -> set[int]:
+def cpus_in(text: str) -> set[int]:
     """Returns the CPUs of a list such as ``0-3,8``."""
     return {cpu for first, last in _CPU_LIST.findall(text) for cpu in range(int(first), int(last or first) + 1)}
+
+
+def _node_of_first_gpu() -> int:
+    """Returns the NUMA node of the first GPU that this process may use; -1 if there is none, or the node is unknown."""
+    import torch
+
+    if not torch.cuda.device_count():
+        return -1
+    gpu = torch.cuda.get_device_properties(0)
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    path = _DEVICES / address / "numa_node"
+    return int(path.read_text()) if path.exists() else -1
 
 
 class Job:

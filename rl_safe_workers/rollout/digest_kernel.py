@@ -88,8 +88,8 @@ def _launch(batch: _Batch, spans: Sequence[Span] | None, found: torch.Tensor) ->
         starts, given, strides = np.array([(span.start, span.width, span.stride) for span in spans]).T
         widths, skips = np.where(given, given, widths), strides - given
     arrays = [addresses, words, starts, widths, skips, owners, firsts]
-    # From other memory than pinned, the copy would wait for the GPU. Only numpy fills it: torch would use all cores for
-    # this megabyte, and wait 20 ms for them on a busy machine.
+    # A copy from memory that is not pinned would wait for the GPU. numpy fills it, with one thread: torch would use all
+    # cores for this megabyte, and wait 20 ms for them on a busy machine.
     packed = torch.empty(sum(map(len, arrays)), dtype=torch.int64, pin_memory=found.is_cuda)
     np.concatenate(arrays, out=packed.numpy())
     packed = packed.to(found.device, non_blocking=True)

@@ -11,6 +11,7 @@ import torch
 from rl_safe_workers.rollout.protocol import ITEM_BYTES, Bucket, WeightSpec
 
 Neighbours = frozenset[tuple[str, str]]
+"""Pairs of names; see `neighbours_in`."""
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 """dtypes by their names in a `WeightSpec`."""
 
@@ -52,7 +53,7 @@ def slots_of(bucket: Bucket) -> list[int]:
 
 
 def neighbours_in(buckets: Iterable[Bucket]) -> Neighbours:
-    """Returns each two names of weights that lie side by side in a bucket, without padding between them."""
+    """Returns the pairs of names of weights that are adjacent in a bucket, without padding between them."""
     return frozenset(
         (one.name, following.name)
         for bucket in buckets

@@ -41,7 +41,7 @@ class SentDigests:
 
         Args:
             weights: Name and tensor of each weight.
-            at_once_bytes: Bytes to read ahead.
+            at_once_bytes: Weights are read ahead until they have more bytes than that.
         """
         waiting: list[tuple[str, torch.Tensor]] = []
         waiting_bytes = 0
@@ -59,23 +59,29 @@ class SentDigests:
         """Yields weights unchanged as they come, and takes their digests later, each on the GPU stream that it came on.
 
         For a host that sends weights from several streams: a weight that was read ahead would be sent from another
-        stream than it was made on. The host must not change the tensors.
+        stream than it was made on. The host must ask for all weights, and must not change them before the iterator has
+        ended. By then the digests are complete.
 
         Args:
             weights: Name and tensor of each weight.
-            at_once_bytes: Bytes of weights to hold, so that their digests are taken together.
+            at_once_bytes: Weights are held until they have more bytes than that. Then their digests are taken together.
         """
         held: list[tuple[str, torch.Tensor]] = []
         held_bytes, of_held = 0, None
+        used: list[torch.cuda.Stream] = []
         for name, tensor in weights:
             stream = _stream_of(tensor)
             if held and (stream != of_held or held_bytes > at_once_bytes):
                 self._note_on(of_held, held)
                 held, held_bytes = [], 0
+            if stream is not None and stream not in used:
+                used.append(stream)
             held.append((name, tensor))
             held_bytes, of_held = held_bytes + tensor.nbytes, stream
             yield name, tensor
         self._note_on(of_held, held)
+        for stream in used:
+            stream.synchronize()
 
     def _note_on(self, stream: torch.cuda.Stream | None, weights: list[tuple[str, torch.Tensor]]) -> None:
         with nullcontext() if stream is None else torch.cuda.stream(stream):

@@ -25,16 +25,18 @@ Digest = Callable[[Sequence[torch.Tensor]], None]
 
 _NOTHING = (("nothing",), (torch.empty(0),))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Classes of parameters that ``torch.cat`` joins byte for byte. A quantised parameter has a class of its own."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Run:
-    """The weights of consecutive parameters that are copied by one call, or the weights that one call makes."""
+    """The weights of consecutive parameters that are copied by one call, or the weights that `make` builds."""
 
-    names: tuple[str, ...]
-    parameters: tuple[torch.Tensor, ...]
-    """Empty if the weights must be made."""
+    names: list[str]
+    parameters: list[torch.Tensor]
+    """Empty if the weights must be built."""
     make: Callable[[], Sequence[torch.Tensor]]
+    """Builds the weights of the first parameter; see `OwnWeight.make`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +102,12 @@ class Outgoing:
         def weights(neighbours: Neighbours) -> Items:
             for run in runs(neighbours):
                 if not run.parameters:
-                    yield from ((names, (made,)) for names, made in zip(zip(run.names), run.make(), strict=True))
+                    yield from zip(zip(run.names), zip(run.make()), strict=True)
                     continue
                 if any(each.untyped_storage().nbytes() < each.nbytes for each in run.parameters):
                     # A copy from it would end the process. torch checks this only when it makes a view.
-                    raise WeightSyncError(f"weight {run.names[0]}: the memory of its parameter is freed")
-                yield run.names, run.parameters
+                    raise WeightSyncError(f"weight {_in_words(run.names)}: the memory of a parameter is freed")
+                yield tuple(run.names), run.parameters
 
         return cls(
             specs=specs,
@@ -142,17 +144,19 @@ class Outgoing:
                 number += self._take(bucket, number, weights)[1] if bucket.specs[number].name in self.mine else 1
             return
         edges = (*bucket.offsets, bucket.size_bytes)
-        first, taken, slots = 0, [], []
+        first, taken, shapes, slots = 0, [], [], []
         while number < end:
             tensors, count = self._take(bucket, number, weights)
             taken.append(tensors)
+            shapes.append(_shape_of(tensors, sum(bucket.sizes[number : number + count])))
             slots.append(edges[number + count] - edges[number])
             number += count
             if edges[number] - edges[first] > AT_ONCE_BYTES or number == end:
                 if digest is not None:
                     digest(list(chain.from_iterable(taken)))
-                _copy(taken, buffer[edges[first] : edges[number]], slots)
-                first, taken, slots = number, [], []
+                places = cut(buffer[edges[first] : edges[number]], slots, shapes, [one[0].dtype for one in taken])
+                _copy(taken, places)
+                first, taken, shapes, slots = number, [], [], []
 
     @staticmethod
     def _take(bucket: Bucket, number: int, weights: Items) -> tuple[Sequence[torch.Tensor], int]:
@@ -165,46 +169,54 @@ class Outgoing:
         )
         if names[0] != spec.name or any(one.dtype != dtype for one in tensors) or not fits:
             raise WeightSyncError(
-                f"weight {', '.join(names)} {dtype_name(first.dtype)} {tuple(first.shape)} was announced as "
+                f"weight {_in_words(names)} {dtype_name(first.dtype)} {tuple(first.shape)} was announced as "
                 f"{spec.name} {spec.dtype} {spec.shape}"
             )
         return tensors, count
 
 
 def _runs_of(weights: Sequence[OwnWeight], neighbours: Neighbours) -> list[_Run]:
-    """Returns the weights in runs: those of all experts of a layer are one, if a bucket has them side by side."""
+    """Joins neighbours of one form to runs, such as one matrix of all experts of a layer."""
     found: list[_Run] = []
     for weight in weights:
         parameter = weight.parameter
         if parameter is None or not neighbours.issuperset(pairwise(weight.names)):
-            found.append(_Run(weight.names, (), weight.make))
+            found.append(_Run([*weight.names], [], weight.make))
             continue
-        last = found[-1] if found and (found[-1].names[-1], weight.names[0]) in neighbours else None
+        last = found[-1] if found and (*found[-1].names[-1:], *weight.names[:1]) in neighbours else None
         if last is not None and last.parameters and _is_alike(last.parameters[0], parameter):
-            found[-1] = _Run(last.names + weight.names, (*last.parameters, parameter), weight.make)
+            last.names += weight.names
+            last.parameters.append(parameter)
         else:
-            found.append(_Run(weight.names, (parameter,), weight.make))
+            found.append(_Run([*weight.names], [parameter], weight.make))
     return found
 
 
 def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns True if two parameters can be joined along their first dimension, without a class of their own."""
-    is_plain = type(one) in _PLAIN and type(other) in _PLAIN
-    return is_plain and one.dim() > 0 < one.numel() and (one.dtype, one.shape[1:]) == (other.dtype, other.shape[1:])
+    """Returns True if ``torch.cat`` joins two parameters along their first dimension, byte for byte."""
+    return (
+        type(one) in _PLAIN
+        and type(other) in _PLAIN
+        and one.dim() == other.dim() > 0 < one.numel()
+        and (one.dtype, one.shape[1:]) == (other.dtype, other.shape[1:])
+    )
 
 
-def _copy(items: Sequence[Sequence[torch.Tensor]], block: torch.Tensor, slots: Sequence[int]) -> None:
-    """Copies all items in a few launches. A launch for each expert would cost more than the transfer."""
-    shapes = [_shape_of(tensors, slot) for tensors, slot in zip(items, slots, strict=True)]
-    places = cut(block, slots, shapes, [tensors[0].dtype for tensors in items])
+def _shape_of(tensors: Sequence[torch.Tensor], size_bytes: int) -> Sequence[int]:
+    """Returns the shape of tensors of ``size_bytes`` in all if they are joined along their first dimension."""
+    first = tensors[0]
+    return first.shape if len(tensors) == 1 else (size_bytes * len(first) // first.nbytes, *first.shape[1:])
+
+
+def _copy(items: Sequence[Sequence[torch.Tensor]], places: Sequence[torch.Tensor]) -> None:
+    """Copies each item to its place, in a few launches. A launch for each expert would cost more than the transfer."""
     for tensors, place in zip(items, places, strict=True):
         if len(tensors) > 1:
-            torch.cat(tuple(tensors), out=place)
+            torch.cat([*tensors], out=place)
     alone = [(place, tensors[0]) for tensors, place in zip(items, places, strict=True) if len(tensors) == 1]
     copy_each([place for place, _ in alone], [tensor for _, tensor in alone])
 
 
-def _shape_of(tensors: Sequence[torch.Tensor], slot: int) -> Sequence[int]:
-    """Returns the shape of tensors that fill a slot if they are joined along their first dimension."""
-    first = tensors[0]
-    return first.shape if len(tensors) == 1 else (slot * len(first) // first.nbytes, *first.shape[1:])
+def _in_words(names: Sequence[str]) -> str:
+    """Returns one or two names, or the first and the last of more, with their number."""
+    return ", ".join(names) if len(names) < 3 else f"{names[0]} to {names[-1]} ({len(names)} weights)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
-from benchmarks import quickstart
+from benchmarks import host_jobs, quickstart
 from benchmarks.table import Goal, Relation, Row, exit_code, machine_in_words, print_table, write_json
 from rl_safe_workers.cli.main import main
 from rl_safe_workers.driver.outputs import metrics as names
@@ -152,3 +153,34 @@ def test_arguments_that_are_not_understood_are_exit_code_2(arguments: list[str])
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(("text", "cpus"), [("0-3,8\n", {0, 1, 2, 3, 8}), ("5", {5}), ("\n", set())])
+def test_a_list_of_cpus_is_read(text: str, cpus: set[int]) -> None:
+    assert host_jobs.cpus_in(text) == cpus
+
+
+@pytest.mark.parametrize(
+    ("node", "nodes", "chosen"),
+    [
+        (1, {0: "0-1", 1: "2"}, {2}),
+        (-1, {0: "0", 1: "1-99"}, {1, 2}),
+        (-1, {}, {0, 1, 2}),
+        (7, {7: "64-99"}, {0, 1, 2}),
+    ],
+    ids=["of the GPU", "the largest", "no nodes", "no CPU of it may be used"],
+)
+def test_jobs_to_compare_run_on_one_numa_node(
+    node: int, nodes: dict[int, str], chosen: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, cpus in nodes.items():
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "cpulist").write_text(cpus)
+    set_now = [{0, 1, 2}]
+    monkeypatch.setattr(host_jobs, "_NODES", tmp_path)
+    monkeypatch.setattr(host_jobs, "_node_of_first_gpu", lambda: node)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set_now[-1])
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: set_now.append(set(cpus)))
+    with host_jobs.on_one_numa_node() as count:
+        assert (set_now[-1], count) == (chosen, len(chosen))
+    assert set_now[-1] == {0, 1, 2}

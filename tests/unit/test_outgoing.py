@@ -267,6 +267,60 @@ def test_only_weights_of_one_form_are_one_item(tell: Tell) -> None:
     assert [received[f"up.{number}"].unique().item() for number in range(3)] == [0.0, 1.0, 2.0]
 
 
+class Quantised(torch.Tensor):
+    """Stands for a parameter whose memory is not its values."""
+
+
+@pytest.mark.parametrize(
+    ("parameters", "items"),
+    [
+        ([torch.arange(4.0), torch.arange(4.0, 9.0)], 1),
+        ([torch.arange(4.0), torch.tensor(7.0)], 2),
+        ([torch.arange(4.0), torch.nn.Parameter(torch.arange(4.0, 8.0)), torch.arange(4).bfloat16()], 2),
+        ([torch.arange(4.0), torch.arange(4.0, 8.0).as_subclass(Quantised)], 2),
+        ([torch.ones(0, 4), torch.ones(1, 4)], 2),
+    ],
+    ids=["before padding", "a scalar", "a Parameter and another dtype", "a class of its own", "nothing"],
+)
+def test_neighbours_are_one_item_if_they_can_be_joined(
+    tell: Tell, parameters: Sequence[torch.Tensor], items: int
+) -> None:
+    made = tell(
+        0,
+        [
+            dataclasses.replace(own((0, 0, number), {str(number): parameter.detach()}), parameter=parameter)
+            for number, parameter in enumerate(parameters)
+        ],
+    )
+    bucket = only_bucket(made)
+    neighbours = neighbours_in([bucket])
+    assert len(neighbours) == len(parameters) - 1
+    assert len(list(made.weights(neighbours))) == items
+    received = dict(unpack(bucket, packed(made, bucket, made.weights(neighbours), training_rank=0)))
+    assert all(torch.equal(received[str(number)], each) for number, each in enumerate(parameters))
+
+
+def test_a_parameter_without_weights_keeps_its_neighbours_apart(tell: Tell) -> None:
+    nothing = OwnWeight(
+        place=(0, 0, 0), names=(), shapes=(), dtype=torch.float32, is_split=False, is_source=True, make=list
+    )
+    made = tell(0, [experts(0)[0], nothing, experts(1)[0]])
+    bucket = only_bucket(made)
+    assert [len(names) for names, _ in made.weights(neighbours_in([bucket]))] == [2, 2]
+
+
+def test_an_error_about_many_weights_is_short(tell: Tell) -> None:
+    of_rank = experts(0, 1)
+    made = tell(0, of_rank)
+    bucket = only_bucket(made)
+    assert of_rank[1].parameter is not None
+    of_rank[1].parameter.untyped_storage().resize_(0)
+    with pytest.raises(
+        WeightSyncError, match=r"^weight gate\.0 to up\.1 \(4 weights\): the memory of a parameter is freed$"
+    ):
+        packed(made, bucket, made.weights(neighbours_in([bucket])), training_rank=0)
+
+
 def test_weights_that_this_rank_has_in_a_row_are_apart_if_a_bucket_has_others_between_them(tell: Tell) -> None:
     made = tell(0, experts(0, 1))
     theirs = [spec(name, torch.ones(2, 2)) for name in ("gate.0", "up.0", "another", "gate.1", "up.1")]
@@ -294,5 +348,5 @@ def test_a_parameter_whose_memory_is_freed_is_refused(tell: Tell) -> None:
     weight = torch.ones(4)
     made = tell(0, [dataclasses.replace(own((0, 0, 0), {"a": weight}), parameter=weight)])
     weight.untyped_storage().resize_(0)
-    with pytest.raises(WeightSyncError, match="^weight a: the memory of its parameter is freed$"):
+    with pytest.raises(WeightSyncError, match="^weight a: the memory of a parameter is freed$"):
         packed(made, only_bucket(made), made.weights(frozenset()), training_rank=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,15 +46,27 @@ def test_no_more_weights_are_held_than_fit(at_once_bytes: int) -> None:
     assert max(ahead) <= at_once_bytes + max(tensor.nbytes for tensor in WEIGHTS.values())
 
 
+@dataclass(frozen=True)
+class Stream:
+    """Stands for a stream of a GPU, and notes who waits for it."""
+
+    name: str
+    waited: list[str] = field(default_factory=list, compare=False)
+
+    def synchronize(self) -> None:
+        self.waited.append(self.name)
+
+
 @pytest.mark.parametrize("at_once_bytes", [0, 20, 10**6])
 def test_weights_of_several_streams_pass_as_they_come_and_are_digested_on_their_own_stream(
     at_once_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, current, digested = SentDigests(), ["before"], []
+    found, current, digested, waited = SentDigests(), [Stream("before")], [], []
+    first, second = Stream("first", waited), Stream("second", waited)
     monkeypatch.setattr(sent_digests, "_stream_of", lambda tensor: current[-1])
 
     @contextmanager
-    def on(stream: str) -> Iterator[None]:
+    def on(stream: Stream) -> Iterator[None]:
         current.append(stream)
         yield
         current.pop()
@@ -67,21 +80,25 @@ def test_weights_of_several_streams_pass_as_they_come_and_are_digested_on_their_
     monkeypatch.setattr(SentDigests, "add", add)
     weights = found.passing_on_their_streams(iter(WEIGHTS.items()), at_once_bytes=at_once_bytes)
     # A host that sends from two streams in turns, and asks in vain for one more weight on the second.
-    turns = [*["first"] * 3, *["second"] * 2, *["first"] * 2]
+    turns = [*[first] * 3, *[second] * 2, *[first] * 2]
     passed = []
-    for stream in (*turns, "second"):
+    for stream in (*turns, second):
+        assert waited == []
         with on(stream):
             passed += [name for name, _ in [next(weights, ("", torch.empty(0)))] if name]
     assert passed == list(WEIGHTS) == found.names
     taken_on = [(size, stream) for stream, sizes in digested for size in sizes]
     assert taken_on == list(zip(range(3, 10), turns, strict=True))
     assert len(digested) == {0: 7, 20: 6, 10**6: 3}[at_once_bytes]
+    assert waited == ["first", "second"]
     assert found.sent(found.names).digests == dict(zip(WEIGHTS, digests(list(WEIGHTS.values())).tolist(), strict=True))
 
 
 def test_a_sync_without_weights_has_no_digests() -> None:
     assert SentDigests().sent([]).digests == {}
-    assert list(SentDigests().passing_on_their_streams(iter(()))) == []
+    found = SentDigests()
+    assert list(found.passing_on_their_streams(iter(()))) == []
+    assert found.sent([]).digests == {}
 
 
 @pytest.mark.parametrize(
