@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from rl_safe_workers.rollout import digest
-from rl_safe_workers.rollout.digest import digests
 from rl_safe_workers.rollout.sent_digests import SentDigests
 from tests.digest_cases import cases
 
@@ -25,7 +24,7 @@ def test_numpy_finds_the_same(name: str) -> None:
 
 def test_digests_of_weights_on_two_streams_are_those_of_the_weights() -> None:
     weights = {str(number): torch.full((2**20,), float(number), device="cuda") for number in range(40)}
-    expected = dict(zip(weights, digests([*weights.values()]).tolist(), strict=True))
+    expected = dict(zip(weights, digest.digests([*weights.values()]).tolist(), strict=True))
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
 
     def made() -> Iterator[tuple[str, torch.Tensor]]:
