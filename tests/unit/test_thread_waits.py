@@ -44,7 +44,7 @@ def lock():
         with first: pass  # line 22
 
 def nest():
-    nested.release()
+    both.wait(), nested.release()  # else the pool may take the inner task before the second outer one
     return pool.submit(sleep).result()  # line 26
 
 def pool_is_full():
@@ -73,7 +73,7 @@ def tool():
 def tell():
     print("ready", flush=True)
 
-nested = threading.Semaphore(0)
+both, nested = threading.Barrier(2), threading.Semaphore(0)
 pool = concurrent.futures.ThreadPoolExecutor(2)
 answer_when_asked(Path(sys.argv[1]), trainer_id(1))
 threading.Thread(target=sleep, daemon=True, name="heartbeat").start()
