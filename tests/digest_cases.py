@@ -18,6 +18,35 @@ class Case(NamedTuple):
     expected: int
 
 
+class Parts(NamedTuple):
+    """A tensor, the bytes of its parts, and the digest of each part."""
+
+    tensor: torch.Tensor
+    sizes: list[int]
+    expected: list[int]
+
+
+def cut_tensors() -> dict[str, Parts]:
+    """Returns tensors with parts that have digests of their own, by name. They are on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    whole, odd = torch.randn(6, 2048, generator=generator), torch.randn(15, generator=generator).bfloat16()
+    found = {
+        "two matrices": (whole, [2, 4]),
+        "no word in one of them": (whole, [3, 0, 3]),
+        "of half words": (odd, [5, 3, 7]),
+        "not contiguous": (whole.t()[:6], [1, 2, 3]),
+        "one": (whole, [6]),
+    }
+    return {
+        name: Parts(
+            tensor,
+            [count * tensor.nbytes // len(tensor) for count in rows],
+            [slow_digest(part) for part in tensor.contiguous().split(rows)],
+        )
+        for name, (tensor, rows) in found.items()
+    }
+
+
 def cases() -> dict[str, Case]:
     """Returns the cases by name. Their tensors are on the CPU."""
 

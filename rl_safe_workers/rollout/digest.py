@@ -43,12 +43,18 @@ class Span:
     """Words from the start of one run to the start of the next."""
 
 
-@torch.no_grad()
-def digests(tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None) -> torch.Tensor:
-    """Returns the digest of each tensor: int64, ``[len(tensors)]``, on their device. Does not wait for a GPU.
+Sizes = Sequence[Sequence[int]]
+"""Bytes of the parts of each tensor's memory, one part after another."""
 
-    On a GPU, one kernel takes the digests of all tensors; see `digest_kernel`. Without Triton or a C compiler it goes
-    by torch's operations, which take longer.
+
+@torch.no_grad()
+def digests(
+    tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None, *, sizes: Sizes | None = None
+) -> torch.Tensor:
+    """Returns the digest of each tensor, or of each part of them: int64, ``[number of them]``, on their device.
+
+    Does not wait for a GPU. On a GPU, one kernel takes all digests; see `digest_kernel`. Without Triton or a C compiler
+    it goes by torch's operations, which take longer.
 
     A digest depends on the bytes and their order. It depends on neither the shape, nor the dtype, nor the strides.
 
@@ -56,12 +62,16 @@ def digests(tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None
         tensors: Tensors of any shape and dtype, all on one device. They need not be contiguous.
         spans: The place of each tensor in a larger tensor, if it is a part of one; None: all tensors are whole. The
             digests of all parts add up to the digest of the larger tensor, modulo 2 ** 64.
+        sizes: The parts of each tensor that have a digest of their own; None: each tensor has one. Only without
+            ``spans``.
     """
     if not tensors:
         return torch.empty(0, dtype=torch.int64)
     device = tensors[0].device
     if device.type == "cuda" and (kernel := _kernel(device)) is not None:
-        return kernel(tensors, spans)
+        return kernel(tensors, spans, sizes)
+    if sizes is not None:
+        tensors = [part for tensor, parts in zip(tensors, sizes, strict=True) for part in parts_of(tensor, parts)]
     spans = [Span()] * len(tensors) if spans is None else spans
     found = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     at_once = _AT_ONCE.get(device.type, _AT_ONCE["cuda"])
@@ -84,7 +94,9 @@ def digests(tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None
 
 
 @functools.cache
-def _kernel(device: torch.device) -> Callable[[Sequence[torch.Tensor], Sequence[Span] | None], torch.Tensor] | None:
+def _kernel(
+    device: torch.device,
+) -> Callable[[Sequence[torch.Tensor], Sequence[Span] | None, Sizes | None], torch.Tensor] | None:
     """Returns the function that takes digests by a kernel; None if the kernel cannot be built on this machine."""
     try:
         from rl_safe_workers.rollout.digest_kernel import digests_of
@@ -118,6 +130,13 @@ def _batches(
                 numbers, parts, starts, room = [], [], [], at_once
     if parts:
         yield numbers, parts, starts
+
+
+def parts_of(tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Returns the memory of a tensor in row-major order, cut into parts of these numbers of bytes."""
+    if len(sizes) == 1:
+        return (tensor,)
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).split_with_sizes([*sizes])
 
 
 def words_of(tensor: torch.Tensor) -> torch.Tensor:

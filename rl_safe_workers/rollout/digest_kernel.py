@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rl_safe_workers.rollout.digest import FIRST, PLACE, SECOND, WORD_BYTES, Span, words_of
+from rl_safe_workers.rollout.digest import FIRST, PLACE, SECOND, WORD_BYTES, Sizes, Span, parts_of, words_of
 
 _BLOCK, _CHUNK = 2**11, 2**15
 """Words that a program of the kernel reads at a time, and in all."""
@@ -29,44 +29,53 @@ the words of a run, and the words between two runs that are not the tensor's."""
 
 
 class _Batch(NamedTuple):
-    """The memory of some tensors, and the copies that stand for some of them."""
+    """The memory of some tensors or parts of them, and the copies that stand for some of them."""
 
     addresses: list[int]
     sizes: list[int]
-    """Bytes of each tensor."""
+    """Bytes of each."""
     copies: list[torch.Tensor]
 
 
-def digests_of(tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None) -> torch.Tensor:
+def digests_of(
+    tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None, sizes: Sizes | None = None
+) -> torch.Tensor:
     """Returns what `digest.digests` returns. Does not wait for the GPU.
 
     Args:
         tensors: As for `digest.digests`; at least one.
         spans: As for `digest.digests`.
+        sizes: As for `digest.digests`.
     """
     device = tensors[0].device
-    found = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    if sizes is None:
+        sizes = [(tensor.nbytes,) for tensor in tensors]
+    found = torch.zeros(sum(map(len, sizes)), dtype=torch.int64, device=device)
     first = 0
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        for batch in _batches(tensors):
+        for batch in _batches(tensors, sizes):
             end = first + len(batch.addresses)
             _launch(batch, None if spans is None else spans[first:end], found[first:end])
             first = end
     return found
 
 
-def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[_Batch]:
-    """Yields the tensors of each launch. The loop is short, because a model has thousands of weights."""
+def _batches(tensors: Sequence[torch.Tensor], sizes: Sizes) -> Iterator[_Batch]:
+    """Yields the parts of tensors of each launch. The loop is short, because a model has thousands of weights."""
     batch, copied_bytes = _Batch([], [], []), 0
-    for tensor in tensors:
-        address, size = tensor.data_ptr(), tensor.nbytes
-        if address % WORD_BYTES or size % WORD_BYTES or not tensor.is_contiguous():
-            copy = words_of(tensor)
-            batch.copies.append(copy)
-            address, size = copy.data_ptr(), copy.nbytes
-            copied_bytes += size
-        batch.addresses.append(address)
-        batch.sizes.append(size)
+    for tensor, parts in zip(tensors, sizes, strict=True):
+        address = tensor.data_ptr()
+        if address % WORD_BYTES or any(size % WORD_BYTES for size in parts) or not tensor.is_contiguous():
+            copies = [words_of(part) for part in parts_of(tensor, parts)]
+            batch.copies.extend(copies)
+            batch.addresses.extend(copy.data_ptr() for copy in copies)
+            batch.sizes.extend(copy.nbytes for copy in copies)
+            copied_bytes += sum(copy.nbytes for copy in copies)
+        else:
+            for size in parts:
+                batch.addresses.append(address)
+                batch.sizes.append(size)
+                address += size
         if copied_bytes >= _COPIED_BYTES:
             yield batch
             batch, copied_bytes = _Batch([], [], []), 0

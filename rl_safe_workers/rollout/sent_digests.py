@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import torch
 
-from rl_safe_workers.rollout.digest import digests
+from rl_safe_workers.rollout.digest import Sizes, digests
 from rl_safe_workers.rollout.sync_proof import SentWeights
 
 AT_ONCE_BYTES = 64 * 2**20
@@ -28,10 +28,15 @@ class SentDigests:
         self._digests: list[torch.Tensor] = []
         self._seconds = 0.0
 
-    def add(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Takes digests of the next weights. Does not wait for a GPU."""
+    def add(self, tensors: Sequence[torch.Tensor], sizes: Sizes | None = None) -> None:
+        """Takes digests of the next weights. Does not wait for a GPU.
+
+        Args:
+            tensors: Each is a weight, or memory with several weights, one after another.
+            sizes: Bytes of the weights in each tensor; None: each tensor is a weight.
+        """
         started_s = time.monotonic()
-        self._digests.append(digests(tensors))
+        self._digests.append(digests(tensors, sizes=sizes))
         self._seconds += time.monotonic() - started_s
 
     def passing(

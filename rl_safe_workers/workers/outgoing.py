@@ -14,6 +14,7 @@ from rl_safe_workers.comms.json_gather import gather_json
 from rl_safe_workers.compat.torch_copies import copy_each
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import OwnWeight
+from rl_safe_workers.rollout.digest import Sizes
 from rl_safe_workers.rollout.packing import DTYPES, Neighbours, cut, dtype_name
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
 from rl_safe_workers.rollout.sent_digests import AT_ONCE_BYTES
@@ -21,7 +22,8 @@ from rl_safe_workers.rollout.sent_digests import AT_ONCE_BYTES
 Items = Iterator[tuple[tuple[str, ...], Sequence[torch.Tensor]]]
 """Yields names, and the tensors whose memory is these weights, one after another. Tensors of one item agree in dtype,
 and in all dimensions but the first."""
-Digest = Callable[[Sequence[torch.Tensor]], None]
+Digest = Callable[[Sequence[torch.Tensor], Sizes], None]
+"""Takes tensors, and the bytes of the weights in each of them."""
 
 _NOTHING = (("nothing",), (torch.empty(0),))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -133,7 +135,7 @@ class Outgoing:
             weights: This rank's weights, as `weights` yields them. The call takes those of the bucket.
             buffer: ``[bucket.size_bytes]`` of uint8; written only on the bucket's source.
             training_rank: This rank.
-            digest: Called on the bucket's source with the items before they are copied.
+            digest: Called on the bucket's source before tensors are copied.
 
         Raises:
             WeightSyncError: If a weight does not match its announcement.
@@ -153,7 +155,8 @@ class Outgoing:
             number += count
             if edges[number] - edges[first] > AT_ONCE_BYTES or number == end:
                 if digest is not None:
-                    digest(list(chain.from_iterable(taken)))
+                    together = [*chain.from_iterable(taken)]
+                    digest(together, _sizes_in(together, bucket.sizes[first:number]))
                 places = cut(buffer[edges[first] : edges[number]], slots, shapes, [one[0].dtype for one in taken])
                 _copy(taken, places)
                 first, taken, shapes, slots = number, [], [], []
@@ -215,6 +218,17 @@ def _copy(items: Sequence[Sequence[torch.Tensor]], places: Sequence[torch.Tensor
             torch.cat([*tensors], out=place)
     alone = [(place, tensors[0]) for tensors, place in zip(items, places, strict=True) if len(tensors) == 1]
     copy_each([place for place, _ in alone], [tensor for _, tensor in alone])
+
+
+def _sizes_in(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[list[int]]:
+    """Divides the sizes of weights in bytes among the tensors in whose memory they are, one after another."""
+    found, left = [], iter(sizes)
+    for tensor in tensors:
+        inside = [next(left)]
+        while sum(inside) < tensor.nbytes:
+            inside.append(next(left))
+        found.append(inside)
+    return found
 
 
 def _in_words(names: Sequence[str]) -> str:

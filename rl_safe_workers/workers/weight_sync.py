@@ -167,9 +167,7 @@ class WeightSync(Part):
             if self._colocated or self._outgoing.is_collective:
                 # Collectives follow. A rank without memory would skip them, and the others would hang.
                 self._agree(failure)
-            # Each weight has a digest of its own.
-            weights = self._outgoing.weights(neighbours if self._digests is None else frozenset())
-            failure = self._send(buckets, weights, buffers, failure)
+            failure = self._send(buckets, self._outgoing.weights(neighbours), buffers, failure)
             self._agree(failure)
             if self._digests is not None:
                 mine = [spec.name for spec in self._outgoing.specs if spec.source == self.rank.training_rank]

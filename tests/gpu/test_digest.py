@@ -9,7 +9,7 @@ import torch
 
 from rl_safe_workers.rollout import digest
 from rl_safe_workers.rollout.sent_digests import SentDigests
-from tests.digest_cases import cases
+from tests.digest_cases import cases, cut_tensors
 
 
 def test_the_kernel_can_be_built() -> None:
@@ -20,6 +20,12 @@ def test_the_kernel_can_be_built() -> None:
 def test_numpy_finds_the_same(name: str) -> None:
     tensors, spans, expected = cases()[name]
     assert int(digest.digests([tensor.cuda() for tensor in tensors], spans).sum()) == expected
+
+
+def test_numpy_finds_the_same_for_parts_of_tensors() -> None:
+    cut = cut_tensors()
+    found = digest.digests([of.tensor.cuda() for of in cut.values()], sizes=[of.sizes for of in cut.values()])
+    assert found.tolist() == [one for of in cut.values() for one in of.expected]
 
 
 def test_digests_of_weights_on_two_streams_are_those_of_the_weights() -> None:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 COMPILED_FOR = ("cuda", 90, 32)
 
 
-def interpreted() -> dict[str, int]:
-    """Returns the sum of the digests of each case: of each alone, and of all in one launch."""
+def interpreted() -> dict[str, Any]:
+    """Returns the sum of the digests of each case: of each alone, and of all in one launch; and those of all parts."""
     os.environ["TRITON_INTERPRET"] = "1"
     from rl_safe_workers.rollout.digest_kernel import digests_of
-    from tests.digest_cases import cases
+    from tests.digest_cases import cases, cut_tensors
 
     found, at_once = {}, [(name, *pair) for name, case in cases().items() for pair in zip(*case[:2], strict=True)]
     together = digests_of([tensor for _, tensor, _ in at_once], [span for _, _, span in at_once])
@@ -24,6 +25,9 @@ def interpreted() -> dict[str, int]:
         found[name] = int(digests_of(case.tensors, case.spans).sum())
         chosen = [number for number, (of, _, _) in enumerate(at_once) if of == name]
         found[f"{name}, with all others"] = int(together[chosen].sum())
+    cut = cut_tensors()
+    sizes = [of.sizes for of in cut.values()]
+    found["parts"] = digests_of([of.tensor for of in cut.values()], None, sizes).tolist()
     return found
 
 

@@ -8,34 +8,46 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rl_safe_workers.rollout import digest
-from tests.digest_cases import cases
+from tests.digest_cases import cases, cut_tensors
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 
-def told_by(what: str) -> dict[str, int]:
+def told_by(what: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.unit.kernel_digests", what]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found: dict[str, int] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, int]:
+def interpreted() -> dict[str, Any]:
     return told_by("interpret")
 
 
 @needs_triton
 @pytest.mark.parametrize("name", cases())
-def test_numpy_finds_the_same(name: str, interpreted: dict[str, int]) -> None:
+def test_numpy_finds_the_same(name: str, interpreted: dict[str, Any]) -> None:
     expected = cases()[name].expected
     assert (interpreted[name], interpreted[f"{name}, with all others"]) == (expected, expected)
+
+
+@needs_triton
+def test_numpy_finds_the_same_for_parts_of_tensors(interpreted: dict[str, Any]) -> None:
+    assert interpreted["parts"] == [one for of in cut_tensors().values() for one in of.expected]
+
+
+@pytest.mark.parametrize("name", cut_tensors())
+def test_torch_finds_the_same_for_parts_of_a_tensor(name: str) -> None:
+    tensor, sizes, expected = cut_tensors()[name]
+    assert digest.digests([tensor], sizes=[sizes]).tolist() == expected
 
 
 @needs_triton

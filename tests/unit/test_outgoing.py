@@ -12,8 +12,10 @@ import torch
 
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import OwnWeight
+from rl_safe_workers.rollout.digest import digests
 from rl_safe_workers.rollout.packing import dtype_name, neighbours_in, unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
+from rl_safe_workers.rollout.sent_digests import SentDigests
 from rl_safe_workers.workers.outgoing import Items, Outgoing
 
 CPU = torch.device("cpu")
@@ -307,6 +309,23 @@ def test_a_parameter_without_weights_keeps_its_neighbours_apart(tell: Tell) -> N
     made = tell(0, [experts(0)[0], nothing, experts(1)[0]])
     bucket = only_bucket(made)
     assert [len(names) for names, _ in made.weights(neighbours_in([bucket]))] == [2, 2]
+
+
+def test_each_weight_of_an_item_has_a_digest_of_its_own(tell: Tell) -> None:
+    single = torch.arange(3.0)
+    made = tell(
+        0,
+        [
+            *experts(0, 1),
+            dataclasses.replace(own((0, 0, 1), {"norm": single}), parameter=single),
+            own((0, 0, 2), ones("b")),
+        ],
+    )
+    bucket, found = only_bucket(made), SentDigests()
+    buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8)
+    made.pack(bucket, made.weights(neighbours_in([bucket])), buffer, training_rank=0, digest=found.add)
+    names = [spec.name for spec in made.specs]
+    assert found.sent(names).digests == {name: int(digests([weight])) for name, weight in unpack(bucket, buffer)}
 
 
 def test_an_error_about_many_weights_is_short(tell: Tell) -> None:
