@@ -200,8 +200,9 @@ def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (
         type(one) in _PLAIN
         and type(other) in _PLAIN
-        and one.dim() == other.dim() > 0 < one.numel()
-        and (one.dtype, one.shape[1:]) == (other.dtype, other.shape[1:])
+        and one.numel() > 0
+        and one.dim() > 0
+        and (one.dtype, one.dim(), one.shape[1:]) == (other.dtype, other.dim(), other.shape[1:])
     )
 
 
