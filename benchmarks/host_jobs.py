@@ -69,7 +69,7 @@ def cpus_in(text: str) -> set[int]:
 
 
 def _node_of_first_gpu() -> int:
-    """Returns the NUMA node of the first GPU that this process may use; -1 if there is none, or the node is unknown."""
+    """Returns the NUMA node of this process's first GPU. Without a GPU, or if the kernel names no node, returns -1."""
     import torch
 
     if not torch.cuda.device_count():
