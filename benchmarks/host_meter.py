@@ -54,6 +54,10 @@ class Call:
     outside_torch: int | None
     """Device memory of the process that torch's allocator does not hold; None if NVML does not report it."""
     torch_reserved: int
+    cpu_s: float = 0.0
+    """CPU seconds of all threads of the process during the call."""
+    own_cpu_s: float = 0.0
+    """CPU seconds of the calling thread during the call."""
 
 
 def watch(owner: type | ModuleType, method: str, name: str) -> None:
@@ -160,14 +164,14 @@ def _recording(name: str, number: int) -> Iterator[None]:
     if os.environ.get(FAULT, "").startswith(f"{name}:{number}:{rank}:"):
         _fail(os.environ[FAULT].rpartition(":")[2], number, rank)
     _synchronize()
-    started_s, began = time.time(), time.perf_counter()
+    began = _Times()
     yield
     _synchronize()
-    _write(name, number, rank, started_s, time.perf_counter() - began)
+    _write(name, number, rank, began)
 
 
 def _fail(how: str, number: int, rank: int) -> None:
-    _write(FAULT_NAME, number, rank, time.time(), 0.0)
+    _write(FAULT_NAME, number, rank, _Times())
     if how == "raise":
         raise RuntimeError(f"the benchmark makes rank {rank} fail here")
     if how == "hang":
@@ -176,7 +180,16 @@ def _fail(how: str, number: int, rank: int) -> None:
     os.kill(os.getpid(), _HOW[how])
 
 
-def _write(name: str, number: int, rank: int, started_s: float, seconds: float) -> None:
+class _Times:
+    """A moment on several clocks."""
+
+    def __init__(self) -> None:
+        self.unix_s, self.elapsed_s = time.time(), time.perf_counter()
+        self.cpu_s, self.own_cpu_s = time.process_time(), time.thread_time()
+
+
+def _write(name: str, number: int, rank: int, began: _Times) -> None:
+    now = _Times()
     reserved = torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
     read = _reader()
     call = Call(
@@ -184,10 +197,12 @@ def _write(name: str, number: int, rank: int, started_s: float, seconds: float) 
         call=number,
         rank=rank,
         pid=os.getpid(),
-        started_s=started_s,
-        seconds=seconds,
+        started_s=began.unix_s,
+        seconds=now.elapsed_s - began.elapsed_s,
         outside_torch=None if read is None else read() - reserved,
         torch_reserved=reserved,
+        cpu_s=now.cpu_s - began.cpu_s,
+        own_cpu_s=now.own_cpu_s - began.own_cpu_s,
     )
     append(call, Path(os.environ[FOLDER]) / f"{os.getpid()}.jsonl")
 

@@ -14,7 +14,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,6 +34,9 @@ driver, receiving weights in an engine. In the conversion of HF weights: the cal
 middle of its save."""
 DIGESTS = "digests"
 """Prefix of files beside the records, which hold a digest of each parameter after a save, by the parameter's name."""
+_VISIBLE, _KEEPS_VISIBLE = "CUDA_VISIBLE_DEVICES", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+"""Environment variables. Of the workers with a GPU, only NeMo RL's policy workers have the second one, because the
+engines of these jobs have one GPU each."""
 HOST_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
 _POLICY = {
     "train": TRAIN,
@@ -86,9 +89,21 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 def _watch_host_worker(module: Any) -> None:
     from benchmarks.host_meter import watch
 
+    _see_earlier_gpus(os.environ)
     watch(module, "setup_distributed", WORLD)
     watch(module, "validate_model_paths", PATHS)
     watch(module, "handle_model_import", IMPORT)
+
+
+def _see_earlier_gpus(environ: MutableMapping[str, str]) -> None:
+    """Shows a policy worker the GPUs before the job's own, too, which must be numbers in `_VISIBLE`.
+
+    NeMo RL takes Ray's number of a GPU for CUDA's (megatron_policy_worker.py:441). In a job that has only GPUs 2 and 3
+    the two numbers differ. Ray reads the variable before this, and CUDA after it.
+    """
+    visible = environ.get(_VISIBLE, "").split(",")
+    if _KEEPS_VISIBLE in environ and all(map(str.isdecimal, visible)):
+        environ[_VISIBLE] = ",".join(map(str, range(1 + max(map(int, visible)))))
 
 
 def _watch_saves(module: Any) -> None:
