@@ -15,6 +15,9 @@ from rl_safe_workers.findings import counted
 
 _TITLE = "ray::"
 """Beginning of the command line of a Ray worker."""
+_IN_CONSTRUCTOR = "PENDING_CREATION"
+"""State of an actor that waits for resources, or whose constructor runs. Only in the latter case Ray knows its process
+(gcs_actor_scheduler.cc, HandleWorkerLeaseGrantedReply)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +34,9 @@ class ChosenActors:
 
 
 def choose(table: Sequence[Mapping[str, Any]], *, job: str | None) -> ChosenActors:
-    """Chooses the living actors of a job on this machine.
+    """Chooses the actors of a job on this machine that have a process.
+
+    An actor whose constructor still runs has one, too: a run can stand still there, for example as it loads a model.
 
     Args:
         table: Ray's table of actors.
@@ -54,7 +59,7 @@ def choose(table: Sequence[Mapping[str, Any]], *, job: str | None) -> ChosenActo
         name, address, pid = str(one["ActorClassName"]), str(one["Address"]["IPAddress"]), int(one["Pid"])
         if one["State"] == "DEAD":
             notes.append(f"dead: actor {name} (process {pid or 'unknown'} on node {address or 'unknown'})")
-        elif one["State"] != "ALIVE":
+        elif one["State"] != "ALIVE" and not (one["State"] == _IN_CONSTRUCTOR and pid):
             notes.append(f"not looked at: actor {name} is in state {one['State']}")
         elif address in here and proc_facts.look_at(pid).command.startswith(_TITLE):
             classes[pid] = name

@@ -60,6 +60,30 @@ called = [one.train.remote() for one in trainers[: int(sys.argv[2])]]
 time.sleep(600)
 """
 
+IN_CONSTRUCTORS = """
+import sys, time
+from pathlib import Path
+import ray, torch, torch.distributed as dist
+folder = Path(sys.argv[1])
+ray.init(num_cpus=3, include_dashboard=False, _temp_dir=str(folder / "r"))
+
+@ray.remote(num_cpus=0)
+class Trainer:
+    def __init__(self, rank):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+        (folder / f"ready_{rank}").touch()
+        if rank == 1:
+            time.sleep(600)
+        dist.all_reduce(torch.ones(2))
+
+@ray.remote(num_cpus=99)
+class Waiting: ...
+
+trainers, waiting = [Trainer.remote(rank) for rank in range(2)], Waiting.remote()
+(folder / "address").write_text(ray.get_runtime_context().gcs_address)
+time.sleep(600)
+"""
+
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
@@ -69,9 +93,9 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(made, ignore_errors=True)
 
 
-def explained(folder: Path, called: int, other_method: str = "") -> dict[str, Any]:
-    """Starts a job that calls some of its three trainers, and explains it."""
-    (folder / "job.py").write_text(JOB.replace("OTHER_METHOD", other_method))
+def explained(folder: Path, called: int, other_method: str = "", job_text: str = JOB) -> dict[str, Any]:
+    """Starts a job that calls some of its trainers, and explains it."""
+    (folder / "job.py").write_text(job_text.replace("OTHER_METHOD", other_method))
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     quiet = subprocess.DEVNULL
     job = subprocess.Popen(
@@ -110,6 +134,14 @@ def test_an_actor_that_nobody_has_called_is_named(folder: Path) -> None:
     found = explained(folder, called=2)
     assert found["cause"] == "actor not called"
     assert len(found["culprits"]) == 1
+
+
+def test_a_constructor_that_the_others_wait_for_is_named(folder: Path) -> None:
+    found = explained(folder, 2, job_text=IN_CONSTRUCTORS)
+    (culprit,) = found["culprits"]
+    assert culprit.startswith("actor Trainer (process ")
+    assert "job.py:14 (Trainer.__init__)" in found["verdict"]
+    assert found["notes"] == ["not looked at: actor Waiting is in state PENDING_CREATION"]
 
 
 def row(pid: int, *, address: str = "127.0.0.1", state: str = "ALIVE", job: str = "01000000") -> dict[str, Any]:
