@@ -34,6 +34,9 @@ mostly loaded kernels."""
 SHARED_PHASES = frozenset({Phase.START, Phase.JOINT, Phase.SYNC})
 """Phases in which a trainer and the rollout rank on its GPU work at the same time."""
 
+UNMOVED_PHASES = frozenset({Phase.LOGPROB, Phase.SYNC})
+"""Phases of a trainer in which weights, gradients and optimizer state stay where they are, whole."""
+
 
 class Probe(Protocol):
     """Reads memory sizes, in bytes, from a device and torch's caching allocator. Tests without a device use a fake."""
@@ -159,6 +162,8 @@ class DeviceMemory:
             vLLM's sleep mode releases memory without the allocator's knowledge: torch still counts it, and ``owned``
             should not.
         shared: Phases in which another process works on the device, too. Their growth is not counted.
+        unmoved: Phases that change nothing of what ``owned`` returns. At their end the last result is used again:
+            ``owned`` may look at tens of thousands of tensors, which takes as long as sending them.
         probe: Source of the numbers; None for the device itself.
     """
 
@@ -169,9 +174,11 @@ class DeviceMemory:
         *,
         mapped: Callable[[], int] | None = None,
         shared: Collection[Phase] = (),
+        unmoved: Collection[Phase] = (),
         probe: Probe | None = None,
     ) -> None:
-        self._owned, self._shared = owned, frozenset(shared)
+        self._owned, self._shared, self._unmoved = owned, frozenset(shared), frozenset(unmoved)
+        self._last_owned: dict[str, int] | None = None
         self._probe = CudaProbe(device) if probe is None else probe
         self._mapped = self._probe.reserved if mapped is None else mapped
         self._grown = {COMMUNICATORS: 0, CONTEXT: 0, OTHER: 0}
@@ -195,15 +202,17 @@ class DeviceMemory:
         before, self._before = self._before, None
         if before is not None and phase not in self._shared:
             self._grown[GROWS.get(phase, OTHER)] += self._outside() - before
-        inside = self._inside()
+        if self._last_owned is None or phase not in self._unmoved:
+            self._last_owned = dict(self._owned())
+        inside = self._inside(self._last_owned)
         held = inside | {owner: inside.get(owner, 0) + max(0, grown) for owner, grown in self._grown.items()}
         return held | {FREE_BYTES: self._probe.free()}
 
     def _outside(self) -> int:
         return self._probe.used() - self._mapped()
 
-    def _inside(self) -> dict[str, int]:
-        owned, mapped = dict(self._owned()), self._mapped()
+    def _inside(self, owned: Mapping[str, int]) -> dict[str, int]:
+        mapped = self._mapped()
         named = sum(owned.values())
         backed = self._probe.allocated() - (self._probe.reserved() - mapped)
         activations = max(0, backed - named)

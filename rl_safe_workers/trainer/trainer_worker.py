@@ -15,7 +15,7 @@ from rl_safe_workers.comms.releasable import register_backend
 from rl_safe_workers.config import ModelConfig, RunConfig
 from rl_safe_workers.lifecycle import Lifecycle, Phase
 from rl_safe_workers.model_files import read_model_json
-from rl_safe_workers.platforms.device_memory import SHARED_PHASES, megatron_owned
+from rl_safe_workers.platforms.device_memory import SHARED_PHASES, UNMOVED_PHASES, megatron_owned
 from rl_safe_workers.platforms.platform import Platform, open_platform
 from rl_safe_workers.ranks import Role
 from rl_safe_workers.rollout.protocol import WeightSpec
@@ -64,7 +64,9 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
         torch.set_num_threads(1)
         self._platform = open_platform(self.config.cluster.device)
         observer = self._platform.observer(
-            self._owned_bytes, shared=SHARED_PHASES if self.config.cluster.colocated else ()
+            self._owned_bytes,
+            shared=SHARED_PHASES if self.config.cluster.colocated else (),
+            unmoved=UNMOVED_PHASES,
         )
         self.device = self._platform.start()
         wanted = self.config.rollout.release_comms

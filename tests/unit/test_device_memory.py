@@ -91,6 +91,13 @@ def test_growth_in_a_phase_shared_with_another_process_is_booked_to_no_one(probe
     assert grow(memory, probe, Phase.JOINT, 300) == {"communicators": 300}
 
 
+def test_owners_are_not_asked_again_after_a_phase_that_moves_nothing(probe) -> None:
+    asked = iter([{"weights": 1}, {"weights": 2}])
+    memory = DeviceMemory(DEVICE, lambda: next(asked), unmoved={Phase.SYNC}, probe=probe)
+    found = [memory.end(phase)["weights"] for phase in (Phase.SYNC, Phase.SYNC, Phase.TRAIN, Phase.SYNC)]
+    assert found == [1, 1, 2, 2]
+
+
 @pytest.mark.parametrize(("free", "emptied"), [(99, 1), (100, 0)])
 def test_torchs_cache_is_emptied_only_if_too_little_is_free(
     free: int, emptied: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
