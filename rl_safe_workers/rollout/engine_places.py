@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -112,7 +113,7 @@ class Cut:
         return Span(start=start, width=width, stride=stride) if self.axis else Span(start=start)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Place:
     """The place of one HF weight, or of a rank's cut of it, in the model.
 
@@ -129,34 +130,37 @@ class Place:
     cut: Cut | None = None
     """None: the parameter holds the whole weight."""
 
-    @property
+    @cached_property
     def span(self) -> Span | None:
         """The words of the whole weight that are in this place; None if the cut starts or ends inside a word."""
-        itemsize = DTYPES[self.spec.dtype].itemsize
-        return Span() if self.cut is None else self.cut.span(self.spec.shape, itemsize)
+        return Span() if self.cut is None else self.cut.span(self.spec.shape, self._dtype.itemsize)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight, or of its cut, in this place."""
         cut, shape = self.cut, self.spec.shape
         return shape if cut is None else (*shape[: cut.axis], cut.length, *shape[cut.axis + 1 :])
+
+    @cached_property
+    def _dtype(self) -> torch.dtype:
+        return DTYPES[self.spec.dtype]
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Returns the weight, or the cut of it, as the model holds it; None if the rule does not fit the parameter.
 
         A weight that the model holds in a wider dtype is returned in the dtype of the HF weight.
         """
-        shape, dtype = self.shape, DTYPES[self.spec.dtype]
+        # The calls are torch's fastest ones, because a model has thousands of weights.
+        shape, dtype = self.shape, self._dtype
         if self.expert is not None:
-            if parameter.dim() != len(shape) + 1 or self.expert >= len(parameter):
+            if parameter.dim() != len(shape) + 1 or self.expert >= parameter.size(0):
                 return None
-            parameter = parameter[self.expert]
-        if parameter.dim() != len(shape) or tuple(parameter.shape[1:]) != shape[1:]:
+            parameter = parameter.select(0, self.expert)
+        held = parameter.shape
+        if len(held) != len(shape) or held[1:] != shape[1:] or (shape and held[0] < self.start + shape[0]):
             return None
-        if shape:
-            if len(parameter) < self.start + shape[0]:
-                return None
-            parameter = parameter[self.start : self.start + shape[0]]
+        if held != shape:
+            parameter = parameter.narrow(0, self.start, shape[0])
         return parameter.to(dtype) if parameter.itemsize > dtype.itemsize else parameter
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 
 from rl_safe_workers.rollout.digest import Span, digests
-from rl_safe_workers.rollout.engine_places import ONLY_RANK, EnginePlaces, EngineRank, Place
+from rl_safe_workers.rollout.engine_places import ONLY_RANK, EnginePlaces, EngineRank
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.rollout.sync_proof import HeldCut, HeldWeights
 
@@ -50,19 +51,16 @@ class ReadBack:
             rank: The rank of the engine that has this model.
         """
         self._model = model
-        self._found = EnginePlaces.of(specs, [name for name, _ in model.named_parameters()], rank)
-        self._places: dict[str, list[Place]] = {}
-        """Places by the name of the module that has the parameter."""
-        for place in self._found.places:
-            self._places.setdefault(place.parameter.rpartition(".")[0], []).append(place)
-        self._converted: dict[Place, int] = {}
+        self._found = _places_of(tuple(specs), tuple(name for name, _ in model.named_parameters()), rank)
+        self._converted: dict[int, int] = {}
+        """Digests from before a conversion, by the number of the place."""
         self._sizes: dict[str, int] = {}
         self._seconds = 0.0
         self._watching = ExitStack()
 
     def watch(self) -> None:
         """Takes digests at each conversion from now on, until `finish` or `stop`."""
-        for name in self._places:
+        for name in self._numbers:
             module = self._model.get_submodule(name)
             method = getattr(module, "quant_method", None)
             if hasattr(method, _CONVERT):
@@ -91,10 +89,10 @@ class ReadBack:
             name: Name of the module.
             convert: Converts its weights.
         """
-        before = self._read(self._places.get(name, []))
+        before = self._read(self._numbers.get(name, []))
         convert()
-        after = self._read(list(before))
-        self._converted |= {place: digest for place, digest in before.items() if after.get(place) != digest}
+        after = self._read(before)
+        self._converted |= {number: digest for number, digest in before.items() if after.get(number) != digest}
 
     def stop(self) -> None:
         """Ends the effect of `watch`. Idempotent."""
@@ -103,36 +101,60 @@ class ReadBack:
     def finish(self) -> HeldWeights:
         """Reads all weights that no layer has converted. Waits for the device."""
         self.stop()
-        held = self._read([place for place in self._found.places if place not in self._converted])
+        held = self._read([number for number in range(len(self._found.places)) if number not in self._converted])
         held |= self._converted
-        whole = tuple((one.spec.name, held[one]) for one in self._found.places if one in held and one.cut is None)
-        cuts = tuple(
-            HeldCut(name=one.spec.name, digest=held[one], first=one.cut.first, length=one.cut.length, of=one.cut.of)
-            for one in self._found.places
-            if one in held and one.cut is not None
-        )
-        unread = [place.spec.name for place in self._found.places if place not in held]
+        whole: list[tuple[str, int]] = []
+        cuts: list[HeldCut] = []
+        unread: list[str] = []
+        for number, place in enumerate(self._found.places):
+            name, cut, digest = place.spec.name, place.cut, held.get(number)
+            if digest is None:
+                unread.append(name)
+            elif cut is None:
+                whole.append((name, digest))
+            else:
+                cuts.append(HeldCut(name=name, digest=digest, first=cut.first, length=cut.length, of=cut.of))
         return HeldWeights(
-            digests=whole,
-            cuts=cuts,
+            digests=tuple(whole),
+            cuts=tuple(cuts),
             converted=len(self._converted),
             unread=(*self._found.unplaced, *unread),
             faults=(*self._found.faults, *self._found.gaps(self._sizes)),
             seconds=self._seconds,
         )
 
-    def _read(self, places: Sequence[Place]) -> dict[Place, int]:
+    @cached_property
+    def _numbers(self) -> dict[str, list[int]]:
+        """Numbers of places by the name of the module that has the parameter."""
+        found: dict[str, list[int]] = {}
+        for number, place in enumerate(self._found.places):
+            found.setdefault(place.parameter.rpartition(".")[0], []).append(number)
+        return found
+
+    def _read(self, numbers: Iterable[int]) -> dict[int, int]:
+        """Returns the digests of places, by their numbers. Leaves out a place that its rule does not fit."""
         started_s = time.monotonic()
         parameters: dict[str, torch.Tensor] = {}
-        views: dict[Place, torch.Tensor] = {}
-        spans: dict[Place, Span] = {}
-        for place in places:
-            if place.parameter not in parameters:
-                parameters[place.parameter] = self._model.get_parameter(place.parameter)
-            view, span = place.of(parameters[place.parameter]), place.span
+        read: list[int] = []
+        views: list[torch.Tensor] = []
+        spans: list[Span] = []
+        for number in numbers:
+            place = self._found.places[number]
+            parameter = parameters.get(place.parameter)
+            if parameter is None:
+                parameter = parameters[place.parameter] = self._model.get_parameter(place.parameter).detach()
+            view, span = place.of(parameter), place.span
             if view is not None and span is not None:
-                views[place], spans[place] = view, span
-                self._sizes[place.parameter] = parameters[place.parameter].numel()
-        found = dict(zip(views, digests(list(views.values()), list(spans.values())).tolist(), strict=True))
+                read.append(number)
+                views.append(view)
+                spans.append(span)
+                self._sizes[place.parameter] = parameter.numel()
+        found = dict(zip(read, digests(views, spans).tolist(), strict=True))
         self._seconds += time.monotonic() - started_s
         return found
+
+
+@lru_cache(maxsize=2)
+def _places_of(specs: tuple[WeightSpec, ...], parameters: tuple[str, ...], rank: EngineRank) -> EnginePlaces:
+    """Returns `EnginePlaces.of`, which takes longer for many experts than to read their weights."""
+    return EnginePlaces.of(specs, parameters, rank)
