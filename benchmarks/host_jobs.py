@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks import host_meter
+from rl_safe_workers.config import SeededModelConfig
 
 _MARK = "RL_SAFE_BENCH_JOB"
 """Environment variable that every process of a job inherits."""
@@ -37,6 +38,19 @@ LOGS = "RL_SAFE_BENCH_LOGS"
 """Environment variable: a folder that keeps the logs of the jobs."""
 _SETTLE_S = 20.0
 """Seconds that Ray may take to end its own processes after the command has ended."""
+WIDE_MODEL = SeededModelConfig(
+    num_hidden_layers=4,
+    hidden_size=4096,
+    intermediate_size=8192,
+    moe_intermediate_size=4096,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    num_experts=4,
+    num_experts_per_tok=2,
+)
+"""A model of 1 B parameters in few layers, for timed steps. With 16,000 tokens at a time, its layers keep a GPU busy
+for longer than Python takes to launch them. Steps that wait for Python vary by a tenth."""
 
 
 _NODES, _DEVICES = Path("/sys/devices/system/node"), Path("/sys/bus/pci/devices")

@@ -27,7 +27,7 @@ from statistics import mean, median
 from rich.console import Console
 
 from benchmarks.gpus import count_gpus, gpu_row
-from benchmarks.host_jobs import on_one_numa_node
+from benchmarks.host_jobs import WIDE_MODEL, on_one_numa_node
 from benchmarks.host_meter import FAULT_NAME
 from benchmarks.nemo_rl_jobs import IS_CUT, RECIPES, Job, Run, keep_logs, module_search_path, run_jobs
 from benchmarks.nemo_rl_meter import (
@@ -64,18 +64,6 @@ _RESUMED = (
     "++policy.megatron_cfg.scheduler.override_opt_param_scheduler=true",
 )
 MEASURED_STEPS, FIRST_STEPS = 17, 3
-STEP_MODEL = SeededModelConfig(
-    num_hidden_layers=8,
-    hidden_size=1024,
-    intermediate_size=2048,
-    moe_intermediate_size=512,
-    num_attention_heads=16,
-    num_key_value_heads=4,
-    head_dim=64,
-    num_experts=16,
-    num_experts_per_tok=4,
-)
-"""A model of 0.2 B parameters, with steps of some tenths of a second."""
 LARGER = "larger"
 ASYNC_SAVES, MOST_LAYERS = 4, 64
 DEADLINE_S, GRACE_S, CUT_S = 15.0, 10.0, 120.0
@@ -264,13 +252,16 @@ def _rows_of_pair(name: str, ours: Run, stock: Run, *, steps: int) -> list[Row]:
 
 def _steps(recipe: str) -> Callable[[Path, Path, Callable[[str], None]], list[Row]]:
     def run(folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
-        _make_model(folder / LARGER, STEP_MODEL)
+        _make_model(folder / LARGER, WIDE_MODEL)
         steps = FIRST_STEPS + MEASURED_STEPS
-        # Four updates a step: the time of one varies by a tenth.
+        # One update of 1,024 samples, with 256 samples of 64 tokens at a time; see `WIDE_MODEL`.
         overrides = (
             f"grpo.max_num_steps={steps}",
+            "grpo.num_prompts_per_step=64",
             "checkpointing.enabled=false",
-            "policy.train_global_batch_size=32",
+            "policy.train_global_batch_size=1024",
+            "policy.train_micro_batch_size=256",
+            "policy.logprob_batch_size=256",
         )
         pair = [replace(job, model=LARGER) for job in _pair(folder, recipe, *overrides, prefix="t", turns=True)]
         with on_one_numa_node() as cpus:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import rl_safe_workers
 from benchmarks import verl_glue
-from benchmarks.host_jobs import Job
+from benchmarks.host_jobs import WIDE_MODEL, Job
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import ResourceError
 from rl_safe_workers.models.seeded import Family, create_seeded_model
@@ -33,19 +33,18 @@ AT_ONCE = int(os.environ.get("RL_SAFE_BENCH_AT_ONCE", "2" if ON_CPU else "8"))
 MIB = 2**20
 ACTOR = "actor_rollout_ref.actor"
 PLUGIN = "rl_safe_workers.adapters.verl.plugin"
-_MODEL = SeededModelConfig(
-    num_hidden_layers=8,
-    hidden_size=512,
+_SMALL_MODEL = SeededModelConfig(
+    num_hidden_layers=2,
+    hidden_size=256,
     intermediate_size=1024,
     moe_intermediate_size=512,
     num_attention_heads=8,
     num_key_value_heads=4,
     head_dim=64,
-    num_experts=16,
+    num_experts=8,
 )
-_SMALL_MODEL = _MODEL.model_copy(update={"num_hidden_layers": 2, "hidden_size": 256, "num_experts": 8})
 _MODELS = {
-    "moe": (Family.QWEN3, SeededModelConfig() if ON_CPU else _MODEL),
+    "wide_moe": (Family.QWEN3, SeededModelConfig() if ON_CPU else WIDE_MODEL),
     "small_moe": (Family.QWEN3, SeededModelConfig() if ON_CPU else _SMALL_MODEL),
     "small_dense": (Family.QWEN2, _SMALL_MODEL.model_copy(update={"num_experts": 0})),
 }
