@@ -28,7 +28,7 @@ from rich.console import Console
 
 from benchmarks.gpus import count_gpus, gpu_row
 from benchmarks.host_jobs import WIDE_MODEL, on_one_numa_node
-from benchmarks.host_meter import FAULT_NAME
+from benchmarks.host_meter import FAULT_NAME, busy_share
 from benchmarks.nemo_rl_jobs import IS_CUT, RECIPES, Job, Run, keep_logs, module_search_path, run_jobs
 from benchmarks.nemo_rl_meter import (
     DIGESTS,
@@ -254,14 +254,15 @@ def _steps(recipe: str) -> Callable[[Path, Path, Callable[[str], None]], list[Ro
     def run(folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
         _make_model(folder / LARGER, WIDE_MODEL)
         steps = FIRST_STEPS + MEASURED_STEPS
-        # One update of 1,024 samples, with 256 samples of 64 tokens at a time; see `WIDE_MODEL`.
+        # One update of 1,024 samples. A sample has at most 43 tokens, so 512 samples at a time have some 20,000 tokens;
+        # see `WIDE_MODEL`. The data has 64 prompts, and NeMo RL leaves out an incomplete batch.
         overrides = (
             f"grpo.max_num_steps={steps}",
             "grpo.num_prompts_per_step=64",
             "checkpointing.enabled=false",
             "policy.train_global_batch_size=1024",
-            "policy.train_micro_batch_size=256",
-            "policy.logprob_batch_size=256",
+            "policy.train_micro_batch_size=512",
+            "policy.logprob_batch_size=512",
         )
         pair = [replace(job, model=LARGER) for job in _pair(folder, recipe, *overrides, prefix="t", turns=True)]
         with on_one_numa_node() as cpus:
@@ -275,6 +276,9 @@ def _steps(recipe: str) -> Callable[[Path, Path, Callable[[str], None]], list[Ro
             seconds = [_seconds(run, call)[FIRST_STEPS:steps] for run in (ours, stock)]
             if not all(seconds):
                 continue
+            for run in (ours, stock):
+                share = busy_share([one for one in run.calls if one.name == call])
+                report(f"{run.job.side}: {call} keeps {share:.2f} cores of its process busy")
             ratio = median_with_bounds([a / b for a, b in zip(*seconds, strict=False)])
             rows += [
                 gpu_row(f"{recipe}: {call}, medians", "s", median(seconds[0]), at_most(bound), median(seconds[1])),

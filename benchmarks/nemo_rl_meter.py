@@ -35,8 +35,8 @@ middle of its save."""
 DIGESTS = "digests"
 """Prefix of files beside the records, which hold a digest of each parameter after a save, by the parameter's name."""
 _VISIBLE, _KEEPS_VISIBLE = "CUDA_VISIBLE_DEVICES", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
-"""Environment variables. Of the workers with a GPU, only NeMo RL's policy workers have the second one, because the
-engines of these jobs have one GPU each."""
+"""Environment variables. NeMo RL sets the second one for its policy workers, and for engines of several GPUs, which
+these jobs do not have."""
 HOST_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
 _POLICY = {
     "train": TRAIN,
@@ -89,13 +89,13 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 def _watch_host_worker(module: Any) -> None:
     from benchmarks.host_meter import watch
 
-    _see_earlier_gpus(os.environ)
+    see_earlier_gpus(os.environ)
     watch(module, "setup_distributed", WORLD)
     watch(module, "validate_model_paths", PATHS)
     watch(module, "handle_model_import", IMPORT)
 
 
-def _see_earlier_gpus(environ: MutableMapping[str, str]) -> None:
+def see_earlier_gpus(environ: MutableMapping[str, str]) -> None:
     """Shows a policy worker the GPUs before the job's own, too, which must be numbers in `_VISIBLE`.
 
     NeMo RL takes Ray's number of a GPU for CUDA's (megatron_policy_worker.py:441). In a job that has only GPUs 2 and 3

@@ -163,7 +163,7 @@ def steps(jobs: Jobs) -> list[Row]:
         *_LEARNING,
         *WITHOUT_VLLM,
         f"trainer.total_training_steps={STEPS}",
-        "trainer.save_freq=-1",
+        f"trainer.save_freq={STEPS}",
     ]
     wanted = [
         Wanted(
@@ -189,8 +189,14 @@ def steps(jobs: Jobs) -> list[Row]:
         rows += paired_rows(label, *of_both, goal=at_most(bound))
     for who in (STOCK, OURS):
         jobs.report(f"{who}: updates {[round(seconds, 4) for seconds in slowest(found[who], 'update_actor')]}")
+        if job := found[who]:
+            share = host_meter.busy_share(job.calls("update_actor"))
+            jobs.report(f"{who}: an update keeps {share:.2f} cores busy")
     rows += _memory_rows(jobs, found[OURS], found[STOCK])
     rows.append(row("late collectives", "", _late(found[OURS]), at_most(0)))
+    rows.append(
+        row("save", "s", _median(found[OURS], "save_checkpoint"), at_most(1), _median(found[STOCK], "save_checkpoint"))
+    )
     return rows
 
 

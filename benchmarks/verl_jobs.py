@@ -49,6 +49,8 @@ _MODELS = {
     "small_dense": (Family.QWEN2, _SMALL_MODEL.model_copy(update={"num_experts": 0})),
 }
 """Family and sizes of the seeded models."""
+_LONGEST_TOKENS = 4096
+"""Largest number of tokens of prompt and response together."""
 _COMMON = (
     "actor_rollout_ref.rollout.ignore_eos=true",
     "actor_rollout_ref.rollout.agent.num_workers=1",
@@ -172,7 +174,8 @@ class Jobs:
         family, spec = _MODELS[name]
         with self._making:
             if not path.exists():
-                create_seeded_model(path, spec, dtype="bfloat16", family=family)
+                settings = {"max_position_embeddings": _LONGEST_TOKENS}
+                create_seeded_model(path, spec, dtype="bfloat16", family=family, settings=settings)
         return path
 
     def _start(self, wanted: Wanted) -> Job:

@@ -1,4 +1,4 @@
-"""Times weight syncs into vLLM on two GPUs, with and without proof: of 18,720 tensors, and of a 5 B model.
+"""Times weight syncs into vLLM on two GPUs, with and without proof: of 18,867 tensors, and of a 5 B model.
 
 A sync between two GPUs is compared with a broadcast of as many bytes. A sync within each of two GPUs, which trainers
 and engines share, is compared with a copy of as many bytes. The first update of an engine goes through vLLM's own
@@ -28,7 +28,7 @@ from rl_safe_workers.errors import ResourceError
 from rl_safe_workers.lifecycle import Phase
 
 MANY = SeededModelConfig(num_hidden_layers=48, num_experts=128, num_experts_per_tok=4)
-"""A model of 48 layers with 128 experts: 18,720 small tensors."""
+"""A model of 48 layers with 128 experts: 18,867 small tensors."""
 MODELS: Mapping[str, SeededModelConfig] = {
     "5 B": LARGE.model_copy(update={"num_hidden_layers": 16}),
     "48 x 128 experts": MANY,

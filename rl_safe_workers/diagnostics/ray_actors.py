@@ -15,9 +15,6 @@ from rl_safe_workers.findings import counted
 
 _TITLE = "ray::"
 """Beginning of the command line of a Ray worker."""
-_IN_CONSTRUCTOR = "PENDING_CREATION"
-"""State of an actor that waits for resources, or whose constructor runs. Only in the latter case Ray knows its process
-(gcs_actor_scheduler.cc, HandleWorkerLeaseGrantedReply)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +33,9 @@ class ChosenActors:
 def choose(table: Sequence[Mapping[str, Any]], *, job: str | None) -> ChosenActors:
     """Chooses the actors of a job on this machine that have a process.
 
-    An actor whose constructor still runs has one, too: a run can stand still there, for example as it loads a model.
+    An actor whose constructor still runs has one, too, in the states PENDING_CREATION and RESTARTING
+    (gcs_actor_scheduler.cc, HandleWorkerLeaseGrantedReply). A run can stand still there, for example as it loads a
+    model.
 
     Args:
         table: Ray's table of actors.
@@ -59,10 +58,10 @@ def choose(table: Sequence[Mapping[str, Any]], *, job: str | None) -> ChosenActo
         name, address, pid = str(one["ActorClassName"]), str(one["Address"]["IPAddress"]), int(one["Pid"])
         if one["State"] == "DEAD":
             notes.append(f"dead: actor {name} (process {pid or 'unknown'} on node {address or 'unknown'})")
-        elif one["State"] != "ALIVE" and not (one["State"] == _IN_CONSTRUCTOR and pid):
-            notes.append(f"not looked at: actor {name} is in state {one['State']}")
-        elif address in here and proc_facts.look_at(pid).command.startswith(_TITLE):
+        elif address in here and pid and proc_facts.look_at(pid).command.startswith(_TITLE):
             classes[pid] = name
+        elif one["State"] != "ALIVE":
+            notes.append(f"not looked at: actor {name} is in state {one['State']}")
         else:
             elsewhere[address] = elsewhere.get(address, 0) + 1
     for address, number in sorted(elsewhere.items()):

@@ -35,7 +35,7 @@ SHARED_PHASES = frozenset({Phase.START, Phase.JOINT, Phase.SYNC})
 """Phases in which a trainer and the rollout rank on its GPU work at the same time."""
 
 UNMOVED_PHASES = frozenset({Phase.LOGPROB, Phase.SYNC})
-"""Phases of a trainer in which weights, gradients and optimizer state stay where they are, whole."""
+"""Phases of a trainer that neither move nor allocate nor free weights, gradients or optimizer state."""
 
 
 class Probe(Protocol):
@@ -156,8 +156,8 @@ class DeviceMemory:
     Args:
         device: The CUDA device of this process.
         owned: Returns bytes of torch's memory by owner, for the owners that the worker can name. Called at the end of
-            each phase. Communication buffers that torch allocates may have the owner ``communicators``, and are added
-            to its other memory.
+            each phase that is not in ``unmoved``. Communication buffers that torch allocates may have the owner
+            ``communicators``, and are added to its other memory.
         mapped: Returns the bytes of the reserved memory that have physical memory now; None for all reserved bytes.
             vLLM's sleep mode releases memory without the allocator's knowledge: torch still counts it, and ``owned``
             should not.
@@ -200,9 +200,11 @@ class DeviceMemory:
             Bytes by owner, at least 0, and under ``FREE_BYTES`` the free bytes of the device.
         """
         before, self._before = self._before, None
+        if phase not in self._unmoved:
+            self._last_owned = None
         if before is not None and phase not in self._shared:
             self._grown[GROWS.get(phase, OTHER)] += self._outside() - before
-        if self._last_owned is None or phase not in self._unmoved:
+        if self._last_owned is None:
             self._last_owned = dict(self._owned())
         inside = self._inside(self._last_owned)
         held = inside | {owner: inside.get(owner, 0) + max(0, grown) for owner, grown in self._grown.items()}

@@ -156,5 +156,5 @@ class ReadBack:
 
 @lru_cache(maxsize=2)
 def _places_of(specs: tuple[WeightSpec, ...], parameters: tuple[str, ...], rank: EngineRank) -> EnginePlaces:
-    """Returns `EnginePlaces.of`, which takes longer for many experts than to read their weights."""
+    """Returns what `EnginePlaces.of` returns, and keeps it. For many experts, that takes longer than to read them."""
     return EnginePlaces.of(specs, parameters, rank)

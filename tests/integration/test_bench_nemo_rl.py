@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("psutil")
 
-from benchmarks import host_meter, nemo_rl
+from benchmarks import host_meter, nemo_rl, nemo_rl_meter
 from benchmarks.nemo_rl_jobs import START, Job, module_search_path, run_jobs
 from benchmarks.nemo_rl_meter import OURS, SAVE, SIDE, STOCK, TRAIN
 from benchmarks.table import Row
@@ -171,3 +171,15 @@ def test_calls_of_an_actor_are_recorded_in_its_process(tmp_path: Path) -> None:
     assert calls == [(TRAIN, 0, 0), (TRAIN, 1, 0), (SAVE, 0, 0)]
     (digests,) = records.glob("digests-0-0.json")
     assert len(digests.read_text()) > 128
+
+
+def test_a_policy_worker_sees_the_gpus_before_its_own() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "2,3", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    nemo_rl_meter.see_earlier_gpus(environ)
+    assert environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+
+
+def test_an_engine_sees_only_its_own_gpu() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "3"}
+    nemo_rl_meter.see_earlier_gpus(environ)
+    assert environ == {"CUDA_VISIBLE_DEVICES": "3"}
