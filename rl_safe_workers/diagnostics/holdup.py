@@ -342,9 +342,15 @@ def _names(sightings: Iterable[Sighting]) -> str:
     sightings = list(sightings)
     if len(sightings) == 1:
         return sightings[0].name
-    ranks = [one.global_rank for one in sightings if one.global_rank is not None]
+    ranks: dict[str, list[int]] = {}
+    for one in sightings:
+        if one.global_rank is not None:
+            ranks.setdefault(one.actor, []).append(one.global_rank)
     rest = [one for one in sightings if one.global_rank is None]
-    parts = [f"ranks {format_ranks(ranks)}"] if len(ranks) > 1 else [f"rank {one}" for one in ranks]
+    parts = [
+        f"rank{'s' if len(numbers) > 1 else ''} {format_ranks(numbers)}{f' of {actor}' if actor else ''}"
+        for actor, numbers in ranks.items()
+    ]
     if rest:
         parts.append(f"{_verb(rest, 'process', 'processes')} {format_ranks(one.facts.pid for one in rest)}")
     return " and ".join(parts)

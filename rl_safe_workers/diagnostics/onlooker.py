@@ -110,10 +110,10 @@ class Sighting:
 
     @property
     def name(self) -> str:
-        """Returns the rank or the actor with its process."""
+        """Returns the rank or the actor with its process. Trainers and engines both have a rank 1, on Ray."""
         pid = f"process {self.facts.pid}"
         if self.global_rank is not None:
-            return f"rank {self.global_rank} ({pid})"
+            return f"rank {self.global_rank}{f' of {self.actor}' if self.actor else ''} ({pid})"
         return f"actor {self.actor} ({pid})" if self.actor else pid
 
     @property

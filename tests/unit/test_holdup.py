@@ -45,6 +45,18 @@ def out(number: int, line: int = 20) -> Sighting:
     return rank(number, Standing.ELSEWHERE, line=line)
 
 
+def of_class(actor: str, sighting: Sighting) -> Sighting:
+    return replace(sighting, actor=actor)
+
+
+def test_ranks_of_actors_are_named_with_their_class() -> None:
+    trainers = [of_class("Trainer", one) for one in (rank(0), rank(1), out(2), rank(3))]
+    engine = of_class("Engine", replace(rank(2, Standing.IDLE), facts=ProcessFacts(pid=9, state="S")))
+    found = explain_sightings([*trainers, engine])
+    assert found.culprits == ["rank 2 of Trainer (process 102)"]
+    assert "ranks 0-1, 3 of Trainer wait for it" in found.verdict
+
+
 @pytest.mark.parametrize(
     ("sightings", "culprits"),
     [

@@ -64,7 +64,8 @@ log, and under Ray the session's logs. `scripts/test --outside` writes this page
 
 The hosts are a Megatron script of four ranks under torchrun, a job on Ray with two trainers and two rollout engines
 without a model, verl's own `main_ppo` with such engines, and ms-swift's own `megatron sft`. NeMo RL's worker needs a
-GPU, so it was not run without this package.
+GPU, so it is not on this page. [Five of its jobs](nemo_rl.md#on-two-gpus) were looked at on two GPUs: four answers are
+right, and one names nobody.
 
 An answer is right if it names the faulty process alone. Beside it stands what a user reads without it. For a job that
 stands still that is `py-spy dump` of every rank: its lines, of which the faulty rank's are some. Ray and torchrun print
