@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from rl_safe_workers.comms import hosts
 from rl_safe_workers.comms.hosts import NO_HOSTS, Hosts, own_host
+from rl_safe_workers.control.plane import ControlPlane
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.ranks import trainer_id
 
 
 @pytest.fixture(autouse=True)
@@ -56,3 +61,11 @@ def test_another_network_than_sockets_is_noticed(
     if has_device:
         (no_network / "mlx5_0").mkdir(parents=True)
     assert own_host().startswith("rdma") is is_rdma
+
+
+def test_a_rank_that_does_not_come_has_no_host() -> None:
+    control = ControlPlane(
+        HashStore(), world="training", rank=0, members=[trainer_id(0), trainer_id(1)], secret=bytes(32)
+    )
+    found = hosts.hosts_of_ranks(control, phase=Phase.GROUPS, timeout=timedelta(seconds=0.2))
+    assert found.by_rank == {0: own_host()}
