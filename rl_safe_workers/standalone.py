@@ -258,10 +258,11 @@ def _waiting_in(function: str, phase: Phase) -> Iterator[None]:
 
 @contextmanager
 def guard(phase: str = "train", *, watch_steps: int = 3, refuse: bool = False) -> Iterator[None]:
-    """Raises if the bootstrap has not run. Watches the first bodies for late allocations by collectives.
+    """Runs the body as a phase of the script, e.g. one training step. Raises before it if the bootstrap has not run.
 
-    After each body of the phase ``train``, it measures this process's memory, and warns of any owner that grows in each
-    body. Not collective.
+    Not collective. In the first ``watch_steps`` bodies of a phase, it looks for late allocations by collectives. After
+    each body of the phase ``train``, it measures this process's memory, by owner, such as tensors or communicators. It
+    warns of an owner that grows in each body.
 
     Args:
         phase: Name of the phase, for errors.
@@ -270,7 +271,8 @@ def guard(phase: str = "train", *, watch_steps: int = 3, refuse: bool = False) -
 
     Raises:
         LifecycleError: If `bootstrap` has not run, or groups were built since.
-        CommunicatorError: If ``refuse``, and the bootstrap has left out something that a collective then allocated.
+        CommunicatorError: After the body, if ``refuse`` is True and a collective of the body took device memory or used
+            an op class that the bootstrap has not connected.
     """
     trainer, script = _require(phase), _current()
     script.come_to(phase)

@@ -53,7 +53,7 @@ class Channel:
     def connect(
         self, store: Store, rank: int, size: int, *, name: str, members: Sequence[int], bound: timedelta
     ) -> None:
-        """Makes the inner group. Collective over: the group, on gloo.
+        """Makes the inner group. Collective over: the group, with gloo. Not collective with NCCL, which connects later.
 
         Args:
             store: The store for the rendezvous. It must not have keys of another generation.

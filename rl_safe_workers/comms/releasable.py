@@ -153,7 +153,7 @@ class ReleasableGroup(dist.ProcessGroup):
         return self._released_channel.detach()
 
     def reconnect(self, generation: int, *, bound: timedelta) -> None:
-        """Makes the next generation of a released group. Collective over: the group, on gloo.
+        """Makes the next generation of a released group. Collective over: the group, with gloo; not with NCCL.
 
         Args:
             generation: Its number, the same on all members and higher than any before.

@@ -93,7 +93,8 @@ def release(
         control: This rank's place in the training world.
         timeout: Longest time for the release.
         phase: The phase to which the timeout belongs, for errors.
-        missing_call: The call that makes the groups usable again, for the error of a caller that uses one before.
+        missing_call: The call that makes the groups usable again. If somebody uses a group before it, the error names
+            this call.
         used_bytes: Returns the device memory in use; called before and after.
 
     Raises:
@@ -202,8 +203,8 @@ class _Ranks:
         Args:
             failure: This rank's failure; None if it has none.
             groups: The groups that this rank takes part with.
-            after_s: The time of the failure, as `elapsed_s`; None for now. The error names the first rank to fail
-                first, since others may have waited for it in vain.
+            after_s: The time of the failure, as `elapsed_s` returns it; None: the time of this call. The error lists
+                the rank that failed first before the others, because they may have waited for it in vain.
 
         Returns:
             A mapping whose ``generation`` is the number of the next generation.

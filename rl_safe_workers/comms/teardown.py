@@ -95,7 +95,7 @@ def _backends(groups: Sequence[dist.ProcessGroup]) -> list[Named]:
 
 
 def end_together(backends: list[Named], patience: timedelta) -> Exception | None:
-    """Shuts communicators down; goes on after a failure. Collective over: each group, on NCCL.
+    """Shuts communicators down; goes on after a failure. Collective over: each group, with NCCL; not with gloo.
 
     It shuts all down at once, so no group waits for another. Each takes half a second to stop its threads, and these
     times overlap. If a shutdown does not end, e.g. because a peer has died, it aborts them, which needs no peer.

@@ -84,7 +84,7 @@ class ControlPlane:
         return other
 
     def scope(self, name: str) -> ControlPlane:
-        """Returns the same place with separate names: its operations are counted separately. Not collective."""
+        """Returns a control plane of the same ranks, whose operations have separate names. Not collective."""
         other = self.of_world(self.world, rank=self.rank, members=self.members)
         other._scope = f"{self._scope}/{name}"
         return other
@@ -212,7 +212,11 @@ class ControlPlane:
 
 
 class Operation:
-    """One numbered operation. Its keys are deleted at the end of a later operation with the same name."""
+    """One numbered operation. Its keys are deleted at the end of a later operation with the same name.
+
+    A *place* is a named point of an operation, at which some ranks wait for each other. A rank that comes to a place
+    notes that in the store. The rank that sees that all have come opens the place, and all go on.
+    """
 
     def __init__(
         self, board: Board, name: str, number: int, *, phase: str, world: str, rank: int, members: Sequence[RankId]

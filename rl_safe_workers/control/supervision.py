@@ -130,7 +130,8 @@ class Supervision:
         self._operation.put(f"{name}/{self._rank}", json.dumps(planned).encode())
         everyone, what = range(self._size), f"the {self._phase}'s plan"
         self._operation.come(name, everyone)
-        # A rank that waits here for its neighbour is missing below for the ranks whose neighbour has come.
+        # While this rank waits for its neighbour's plan, ranks that have theirs may already miss it at the agreement
+        # below. This note leads them (`_root`) to the rank that has published no plan.
         self._operation.put(f"at/{self._rank}", json.dumps([name, what, list(everyone)]).encode())
         others: dict[int, dict[str, Any]] = {}
         for key, slot, ranks in zip(mine, slots, members, strict=True):
@@ -258,7 +259,7 @@ class Supervision:
         self._heed_failures()
 
     def _is_deadline(self, error: BaseException) -> bool:
-        """Returns True if an error is only a backend's timeout, a little before our deadline, which it shares."""
+        """Returns True if an error is only a backend's timeout shortly before our deadline; both share one limit."""
         is_timeout = foreign_cause(error) is ForeignCause.TIMEOUT
         return is_timeout and self._deadline.left_s < _SLICE.total_seconds()
 

@@ -50,8 +50,9 @@ logger = logging.getLogger(__name__)
 STACK_SIGNAL = signal.SIGUSR2
 """Makes a rank write its stacks. Ray's workers do not use this signal; Ray Tune uses SIGUSR1.
 
-The last resort, for a rank that answers no request because a call in C keeps Python's lock. faulthandler writes without
-that lock. If a thread runs Python meanwhile, it may read a frame that changes, and end the process by SIGSEGV.
+It is the last resort, for a rank that answers no request because a call in C keeps Python's lock (the GIL).
+faulthandler writes without that lock. If a thread runs Python meanwhile, faulthandler may read a frame while it
+changes. That can end the process by SIGSEGV.
 """
 GLOO_FLIGHTS = "flight_gloo_"
 """The start of the names of gloo's Flight Recorder files."""
@@ -111,8 +112,9 @@ class Stay:
     """A line of code at which a rank stood for at least `STAY_S`, as its notes show."""
 
     since_s: float
-    """Unix time in seconds, as the next one."""
+    """Unix time in seconds at which the rank first noted the line."""
     until_s: float
+    """Unix time in seconds at which the rank last noted the line."""
     holder: int
     """The process that held a file lock for which the rank waited there; 0 if none did."""
     place: str
@@ -357,12 +359,15 @@ def answer_when_asked(
 ) -> None:
     """Lets others find out where this process is. Call it once, on the main thread, early.
 
-    Takes `STACK_SIGNAL` for itself: a handler that was there is replaced.
+    It changes the process. It replaces any handler of `STACK_SIGNAL`. It wraps ``os._exit`` and
+    ``threading.excepthook``, and calls the earlier functions. It turns faulthandler on if that is off, and starts two
+    threads.
 
     Args:
         folder: A folder of the run that only its user may write. The process keeps open what it makes there.
         rank_id: This process.
-        call_frame: Where the host's calls run; None: the main thread counts, as in a script.
+        call_frame: The function in which the host's calls run. None: the process is always in a call, on its main
+            thread, as a script is.
         look: Called every `ALIVE_EVERY_S` on the thread that makes the notes, e.g. to watch another rank.
     """
     for name in (failure_file(rank_id), phase_file(rank_id), fatal_file(rank_id), exit_file(rank_id)):
@@ -379,7 +384,7 @@ def answer_when_asked(
     pipe = folder / request_pipe(rank_id)
     pipe.unlink(missing_ok=True)
     os.mkfifo(pipe, 0o600)
-    # For writing as well, so that a reader without a writer waits.
+    # Open the pipe for writing as well. A read then waits even if no other process has the pipe open.
     start_thread("answers", _answer_requests, os.open(pipe, os.O_RDWR | os.O_CLOEXEC), stacks, folder, rank_id)
 
 

@@ -34,7 +34,8 @@ def blame(
         among: The ranks on this machine, to ask if the culprits' own reports are missing. None: no rank is asked.
 
     Returns:
-        The ranks, empty if unknown, and one line about them. A second line may follow that says what to do.
+        The ranks, empty if unknown, and one line about them. More lines may follow: what to do, and the folder of the
+        evidence.
     """
     if among is not None:
         # A rank may have given up in the same second as this one.

@@ -128,8 +128,8 @@ def collect_evidence(
     Call it in the driver, before the processes are killed. Never raises.
 
     Args:
-        error: The failure of the run. If it names all ranks that are in a call, the Flight Recorder may show that some
-            of them only wait for the others. On a GPU nothing else can show that.
+        error: The failure of the run. It may name all ranks that are in a call, although some of them only wait for
+            the others. On a GPU, only the Flight Recorder can show that.
         ask: Asks the ranks, and waits for no longer than the seconds it is given; e.g. ``cluster.ask_ranks``.
         folder: The run's folder. It gets ``hang/`` with ``verdict.json``, ``stack_<role>_<rank>.txt`` for each process,
             and ``flight_<backend>_<rank>`` for trainers, the Flight Recorder's record as torch writes it. If the driver
@@ -224,7 +224,7 @@ def judge(
 def _in_calls(wait: Wait, answers: Answers) -> frozenset[RankId]:
     """Returns the ranks that are, or may be, in a call of the host's. It includes all ranks of a silent node."""
     busy = frozenset(one.rank_id for one in answers.ranks if one.stack is None or one.stack.is_in_a_call)
-    # A host's engine that answers no signal counts only if no other rank does: nobody knows if it does anything.
+    # A host's engine without a stack may be idle. So it counts only if no other rank that has not arrived is in a call.
     sure = {one.rank_id for one in answers.ranks if one.stack is not None or one.rank_id.role is Role.TRAINER}
     busy = busy & sure if busy & sure - wait.arrived else busy
     return busy.union(rank_id for rank_id, home in answers.homes.items() if home in answers.silent)

@@ -106,8 +106,9 @@ def _called(
 ) -> _Judgement | None:
     """Judges a job that waits for a call of one of its actors; returns None for any other job.
 
-    If ranks are in a collective, the job waits for a call if all other ranks are in ``ray.get``. If no rank is in a
-    collective, it does if an actor is in ``ray.get``, or if all actors but one are in no call.
+    While ranks are in a collective, the job waits for a call if all other ranks are in ``ray.get``. While no rank is in
+    a collective, the job waits for a call in two cases: an actor is in ``ray.get``, or all actors but one are in no
+    call.
 
     Args:
         ranks: Processes of the classes that take part in collectives; all processes if none is in one.

@@ -187,7 +187,7 @@ class Answers:
     more_flights: Sequence[Callable[[], Mapping[str, bytes]]] = ()
     """Each returns the files of another node when called. They come later, because they would delay the answers."""
     reports: Mapping[RankId, RunError] = field(default_factory=dict)
-    """Failures that ranks have left by `answering.leave_failure`, and stops of ranks that were ended for them."""
+    """Failures that ranks have left by `answering.leave_failure`, and failures of ranks that were stopped and ended."""
     last_places: Mapping[RankId, str] = field(default_factory=dict)
     """The line of code that each rank was last seen at, also for ranks without a process."""
 
@@ -511,7 +511,7 @@ def _size(file: Path) -> int:
 def _version(file: Path) -> _Version:
     """Returns a file's inode, time of change in ns and size in bytes; None without a file.
 
-    A record of the Flight Recorder may have the size of the one before it, which it replaces.
+    The size alone is not enough: a new record of the Flight Recorder may have the size of the record that it replaces.
     """
     with suppress(OSError):
         found = file.stat()

@@ -489,9 +489,10 @@ def _callers(frames: Sequence[Frame]) -> Sequence[Frame]:
 
 
 def _with_polls(sightings: Sequence[Sighting], *, still: Collection[int], same: Collection[int]) -> Sequence[Sighting]:
-    """Marks ranks that poll as waiting, if a rank outside their collective stands still.
+    """Marks ranks that poll in a collective as staying in one wait, if a rank outside the collective stands still.
 
-    Their collective cannot end without that rank. So both looks have seen the same wait, however often it has woken up.
+    The collective cannot end without that rank. So both looks have seen the same wait, however often its thread has
+    woken up.
 
     Args:
         sightings: All processes.

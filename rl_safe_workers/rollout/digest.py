@@ -51,10 +51,10 @@ Sizes = Sequence[Sequence[int]]
 def digests(
     tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None, *, sizes: Sizes | None = None
 ) -> torch.Tensor:
-    """Returns the digest of each tensor, or of each part of them: int64, ``[number of them]``, on their device.
+    """Returns the digest of each tensor, or of each part: int64, ``[number of digests]``, on the tensors' device.
 
-    Does not wait for a GPU. On a GPU, one kernel takes all digests; see `digest_kernel`. Without Triton or a C compiler
-    it goes by torch's operations, which take longer.
+    Does not wait for a GPU. On a GPU, one kernel computes all digests; see `digest_kernel`. Without Triton or a C
+    compiler, torch's operations compute them, which takes longer.
 
     A digest depends on the bytes and their order. It depends on neither the shape, nor the dtype, nor the strides.
 

@@ -37,7 +37,11 @@ class ChatTokenizer:
         self.stop_token_ids = _stop_token_ids(Path(model_path), self._tokenizer)
 
     def encode(self, messages: Sequence[Mapping[str, str]], *, where: str) -> list[int]:
-        """Applies the chat template.
+        """Returns the token ids of a prompt, by the model's chat template.
+
+        Args:
+            messages: The chat messages of the prompt.
+            where: Names the prompt in errors, e.g. ``"prompt 3 of step 7"``.
 
         Raises:
             DataError: If the prompt is longer than ``data.max_prompt_length``.

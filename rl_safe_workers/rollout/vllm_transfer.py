@@ -96,7 +96,13 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
     """True if an update by vLLM's loaders has failed before its end. Some layers then still wait for weights."""
 
     def init_transfer_engine(self, init_info: JointInitInfo) -> None:
-        """Joins the joint group. Collective over: trainers and rollout ranks."""
+        """Joins the joint group. Collective over: trainers and rollout ranks.
+
+        Raises:
+            CommunicatorError: If the run's store cannot be reached.
+            PhaseTimeoutError: If a rank does not come in time; names it.
+            WeightSyncError: If the group cannot be connected.
+        """
         self._leave(failed=init_info.generation > 0)
         timeout = timedelta(seconds=init_info.join_timeout_s)
         secret = bytes.fromhex(init_info.secret)
@@ -137,7 +143,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         """Receives the buckets and loads each when it arrives. Collective over: the joint group.
 
         Raises:
-            WeightSyncError: If this rank has not joined the joint group.
+            WeightSyncError: If this rank has not joined the joint group, a peer is gone, or weights come too late.
         """
         if self._group is None:
             raise WeightSyncError("this rollout rank has not joined the joint group")

@@ -96,9 +96,10 @@ class Communicators(Part):
         return self.rank.features or Features.of(self.rank.megatron)
 
     def wanted_limits(self) -> dict[str, int]:
-        """Returns channel limits that fit all models that share a host's groups.
+        """Returns channel limits in CTAs that fit all models that share a host's groups, by Megatron's group key.
 
-        The default group exists by now: its limit is the one that it was made with.
+        A group has a limit only if the plan of every model limits it. The largest of these limits then counts. If the
+        default group exists, its limit is the one that it was made with.
 
         Raises:
             ConfigError: As `plan`.
@@ -122,8 +123,9 @@ class Communicators(Part):
 
         Raises:
             ConfigError: As `plan`, before any group is made.
-            CommunicatorError: Before any group is made, if the backend lacks an op class that a group will carry, or
-                the device has too little free memory for the groups.
+            CommunicatorError: Before any group is made: if the backend lacks an op class that a group will carry, or,
+                on every rank, if one has too little free device memory for the groups; names that rank.
+            PhaseTimeoutError: If a rank does not come within ``rl_safe.timeouts.groups``; names it.
         """
         plan = self.plan()
         plan.check_backend(dist.get_backend_config())
@@ -192,6 +194,10 @@ class Communicators(Part):
 
         Returns:
             The report, and the op classes by torch's name of the group.
+
+        Raises:
+            CommunicatorError: As `bootstrap`.
+            PhaseTimeoutError: As `bootstrap`.
         """
         plan = self.plan()
         work = Bootstrap(

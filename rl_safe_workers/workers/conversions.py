@@ -83,9 +83,10 @@ class Conversions(Part):
             The conversion's path.
 
         Raises:
-            CheckpointMismatchError: On every rank, if something else is there; the message says what it is.
-            CheckpointError: On every rank, if it cannot be written, or another run holds the place for too long. The
-                place then has what it had before.
+            CheckpointMismatchError: On every rank, if ``out_dir`` is, or holds, something that the conversion may not
+                replace; the message says what it is.
+            CheckpointError: On every rank, if the conversion cannot be written, or another run holds the lock of
+                ``out_dir`` for too long. ``out_dir`` then stays as it was.
             PhaseTimeoutError: If a trainer does not arrive in time; names it.
         """
         final = Path(out_dir).absolute()
@@ -126,9 +127,11 @@ class Conversions(Part):
             The directory's path.
 
         Raises:
-            CheckpointMismatchError: On every rank, if something is there.
-            CheckpointError: On every rank, if it cannot be written; nothing is left under its name.
-            ModelError: On every rank, if the model has MTP layers, and ``source`` has no weights.
+            CheckpointMismatchError: On every rank, if ``out_dir`` exists and ``overwrite`` is False, or if it is
+                something that an export may not replace.
+            CheckpointError: On every rank, if the directory cannot be written; no part of the export is then left in
+                ``out_dir``.
+            ModelError: On every rank, if the model has MTP layers, and ``source`` has no weights to copy for them.
             PhaseTimeoutError: If a trainer does not arrive in time; names it.
         """
         final, source = Path(out_dir).absolute(), Path(source)

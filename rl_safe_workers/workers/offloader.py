@@ -120,7 +120,11 @@ class Offloader(Part):
 
     @property
     def suspends_comms(self) -> bool:
-        """True if an offload suspends communicators. If it releases them otherwise, their backend must be ours."""
+        """True if an offload suspends the communicators.
+
+        If this is False and ``releases_comms`` is True, an offload releases them. Then the groups must have a backend
+        of ``comms.releasable``.
+        """
         return (
             self.releases_comms
             and not releasable_groups()
@@ -150,6 +154,8 @@ class Offloader(Part):
 
         Raises:
             LifecycleError: If the bootstrap has not run.
+            CommunicatorError: On every rank, if one could not free its communicators; names it.
+            PhaseTimeoutError: If a rank does not come in time; names it.
         """
         with self.rank.phase(Phase.OFFLOAD):
             if self.is_offloaded:
@@ -258,7 +264,12 @@ class Offloader(Part):
         _synchronize(params)
 
     def onload(self) -> None:
-        """Brings everything back to the device, gradients as zeros. Collective over: the training world. Idempotent."""
+        """Brings everything back to the device, gradients as zeros. Collective over: the training world. Idempotent.
+
+        Raises:
+            CommunicatorError: On every rank, if one could not restore its communicators; names it.
+            PhaseTimeoutError: If a rank does not come in time; names it.
+        """
         with self.rank.phase(Phase.ONLOAD):
             if not self.is_offloaded:
                 return
@@ -285,7 +296,10 @@ class Offloader(Part):
             yield from chunk.expert_parallel_buffers
 
     def _optimizer_tensors(self) -> list[torch.Tensor]:
-        """Main parameters and moments, except main parameters that are views of the parameter buffers, as in fp32."""
+        """Returns the main parameters and the moments.
+
+        Leaves out main parameters that are views of the parameter buffers, as in fp32.
+        """
         in_buffers = {buffer.param_data.untyped_storage().data_ptr() for buffer in self._ddp_buffers()}
         tensors: list[torch.Tensor] = []
         for part in getattr(self.rank.host.optimizer, "chained_optimizers", [self.rank.host.optimizer]):

@@ -20,8 +20,8 @@ from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
 from rl_safe_workers.rollout.sent_digests import AT_ONCE_BYTES
 
 Items = Iterator[tuple[tuple[str, ...], Sequence[torch.Tensor]]]
-"""Yields names, and the tensors whose memory is these weights, one after another. Tensors of one item agree in dtype,
-and in all dimensions but the first."""
+"""Yields items: the names of some weights, and tensors whose memory is exactly these weights, one after another. The
+tensors of an item have one dtype, and the same shape except in the first dimension."""
 Digest = Callable[[Sequence[torch.Tensor], Sizes], None]
 """Takes tensors, and the bytes of the weights in each of them."""
 

@@ -116,7 +116,8 @@ class SafeTrainer(TrainingRank):
             failure: None if this rank is well, else its failure in one line.
 
         Returns:
-            Failure by training rank; empty if every rank was well. After a teardown that has raised, its error.
+            Failure by training rank; empty if every rank was well. If the first call has raised, later calls return
+            the text of its error, under this rank.
 
         Raises:
             CommunicatorError: If the groups could not be destroyed within ``rl_safe.timeouts.teardown``.
@@ -168,9 +169,10 @@ class SafeTrainer(TrainingRank):
         return None
 
     def _leave_joint_group(self, failure: str | None) -> str | None:
-        """Leaves the joint group. It does not wait after a failure. Else NCCL waits for rollout ranks, up to a limit.
+        """Leaves the joint group; returns the failure, or None.
 
-        Returns the failure, or None.
+        After a failure it does not wait. Otherwise NCCL waits for the rollout ranks, for at most `_JOINT_SHARE` of the
+        remaining time.
         """
         if failure is not None:
             self.weights.leave(failed=True)

@@ -38,7 +38,10 @@ class OwnWeightsHost(Protocol):
     """A host that can tell which weights each rank has. For other hosts, rank 0 sends all weights."""
 
     def own_hf_weights(self) -> Sequence[OwnWeight] | None:
-        """Lists the HF weights that this rank helps to make, without other EP or PP ranks; None if it cannot tell."""
+        """Lists the HF weights that this rank makes, alone or with its tensor-parallel peers.
+
+        Returns None if the host cannot tell which weights each rank has.
+        """
         ...
 
 
@@ -71,7 +74,9 @@ class WeightSync(Part):
         rollout_ranks: Sequence[int] | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        """Joins the joint group as joint rank = training rank. Collective over: trainers and rollout ranks.
+        """Joins the joint group. A trainer's joint rank is its training rank.
+
+        Collective over: trainers and rollout ranks.
 
         Args:
             size: Number of trainers and rollout ranks.
@@ -187,8 +192,8 @@ class WeightSync(Part):
     ) -> Failure | None:
         """Sends all buckets; returns the failure, or None.
 
-        Goes on if a bucket cannot be packed or sent, so that no other rank hangs. If the export itself has raised, it
-        takes part in no further collective of the export: there, the others wait until the phase's time is up.
+        Goes on if a bucket cannot be packed or sent, so that no other rank hangs. If the export itself raises, this
+        rank takes part in no further collective of the export. The other ranks wait in it until the phase's deadline.
         """
         group = self.joint_group
         if failure is None and group is None:

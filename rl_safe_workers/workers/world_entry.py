@@ -43,7 +43,13 @@ class WorldEntry(Part):
         self.job_key = ""
 
     def serve_store(self, host: str) -> StoreAddress:
-        """Starts the run's store in this process, which must then be the last of the trainers to end."""
+        """Starts the run's store in this process, and returns its address with a new secret. Not collective.
+
+        The store ends with this process, so this process must be the last of the trainers to end.
+
+        Args:
+            host: Address to listen on.
+        """
         self.rank.store, address, self.door = serve_store(host, timeout=self.rank.timeout(Phase.WORLD))
         return address
 
@@ -53,6 +59,10 @@ class WorldEntry(Part):
         Args:
             address: Address of the store that `serve_store` started.
             backend: ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
+
+        Raises:
+            PhaseTimeoutError: If a trainer does not come within the timeout of phase ``world``; names it.
+            CommunicatorError: If no store can be reached at the address, or this process already has a default group.
         """
         with self.rank.lifecycle.enter(Phase.WORLD):
             self._meet_at(address)
@@ -76,7 +86,9 @@ class WorldEntry(Part):
             training_joint_ranks: Ranks of the trainers in the host's default group, ascending.
 
         Raises:
-            CommunicatorError: As `carve_training_world`, or if this worker was set up as another training rank.
+            PhaseTimeoutError: If a trainer does not come within the timeout of phase ``world``; names it.
+            CommunicatorError: As `carve_training_world`. Also if no store can be reached at the address, or this worker
+                was set up as another training rank.
         """
         with self.rank.lifecycle.enter(Phase.WORLD):
             self._meet_at(address)

@@ -190,7 +190,7 @@ class JointGroup:
         return failure
 
     def limit(self, timeout: timedelta) -> None:
-        """Does nothing: here `flush` bounds the wait. In a `GpuPair`, it bounds the next broadcasts together."""
+        """Does nothing, because `flush` bounds the wait. `GpuPair.limit` bounds all later waits of a pair together."""
 
     def abort(self) -> None:
         """Gives up the group and its unfinished operations. Not collective, does not wait; idempotent."""

@@ -263,6 +263,7 @@ class TrainingRank:
 
         Raises:
             RlSafeError: This rank's own failure, or the same kind of error as on the rank that failed.
+            PhaseTimeoutError: On every rank, if some do not report in time; names them.
         """
         foreign = CheckpointError if phase in _ON_STORAGE else RunError
         gathering = self.control.gathering(f"together/{phase}", phase=phase)
@@ -273,6 +274,13 @@ class TrainingRank:
         """Tells the others this rank's failure, and returns all failures by training rank.
 
         Collective over: the training world, through the store, within the current phase's deadline.
+
+        Args:
+            phase: The current phase.
+            failure: This rank's failure; None if it is well.
+
+        Raises:
+            PhaseTimeoutError: On every rank, if some do not report in time; names them.
         """
         report = None if failure is None else failure.as_json()
         gathering = self.control.gathering(f"failed_ranks/{phase}", phase=phase)

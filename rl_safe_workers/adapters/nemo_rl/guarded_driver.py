@@ -85,7 +85,7 @@ def _leaders(group: Any) -> Sequence[Any]:
 
 
 def _question(generation: Any, worker: Any) -> Callable[[], Any]:
-    """Returns a remote call to a worker that its vLLM engine must also answer, if it has such an engine."""
+    """Returns a remote call that a worker must answer. If the worker has a vLLM engine, the engine must answer, too."""
     vllm = (getattr(generation, "cfg", None) or {}).get("vllm_cfg")
     if not vllm:
         return worker.is_alive.remote  # type: ignore[no-any-return]

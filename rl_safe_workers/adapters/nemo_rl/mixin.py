@@ -45,37 +45,47 @@ class SafePolicyMixin:
             super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one update as a phase, which begins once every rank has come, or raises and names the missing ranks."""
+        """Runs one update as phase ``train``. Collective over: the training world.
+
+        Raises:
+            LifecycleError: If the bootstrap has not run.
+            PhaseTimeoutError: If a rank does not come in time; names it.
+        """
         with self.safe.updating():
             return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def finish_train_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the optimizer step of an update that the host runs in parts, as a phase."""
+        """Runs the optimizer step of an update that the host runs in parts, as phase ``train``; see `train`."""
         with self.safe.updating():
             return super().finish_train_step(*args, **kwargs)  # type: ignore[misc]
 
     def get_logprobs(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one forward batch as a phase."""
+        """Runs one forward batch as phase ``logprob``. Collective over: the training world. Raises as `train`."""
         with self.safe.outermost(Phase.LOGPROB):
             return super().get_logprobs(*args, **kwargs)  # type: ignore[misc]
 
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> Any:
-        """Offloads gradients and optimizer. Raises before communicators are connected."""
+        """Offloads gradients and optimizer. Raises LifecycleError if the bootstrap has not run."""
         self.safe.trainer.comms.require("offload")
         return super().prepare_for_lp_inference(*args, **kwargs)  # type: ignore[misc]
 
     def offload_before_refit(self, *args: Any, **kwargs: Any) -> Any:
-        """Offloads before a refit. Raises before communicators are connected."""
+        """Offloads before a refit. Raises LifecycleError if the bootstrap has not run."""
         self.safe.trainer.comms.require("offload")
         return super().offload_before_refit(*args, **kwargs)  # type: ignore[misc]
 
     def offload_after_refit(self, *args: Any, **kwargs: Any) -> Any:
-        """Offloads after a refit. Raises before communicators are connected."""
+        """Offloads after a refit. Raises LifecycleError if the bootstrap has not run."""
         self.safe.trainer.comms.require("offload")
         return super().offload_after_refit(*args, **kwargs)  # type: ignore[misc]
 
     def init_collective(self, *args: Any, **kwargs: Any) -> None:
-        """Joins the communicator with the rollout ranks in time. Raises before other communicators are connected."""
+        """Joins the communicator with the rollout ranks, within ``timeouts.joint``.
+
+        Raises:
+            LifecycleError: If the bootstrap has not run.
+            CommunicatorError: If joining has not ended in time.
+        """
         join = super().init_collective  # type: ignore[misc]
         self.safe.join_host(lambda: join(*args, **kwargs))
 

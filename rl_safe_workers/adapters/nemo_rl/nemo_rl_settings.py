@@ -43,6 +43,7 @@ class NemoRlTimeouts(RolloutTimeouts):
     joint: Seconds = 300.0
     """Limit for joining the communicator with the rollout ranks."""
     teardown: Annotated[Seconds, AfterValidator(_check_teardown)] = 15.0
+    """Limit for ending the groups. NeMo RL kills its workers `HOST_SHUTDOWN_S` after it has asked them to end."""
 
 
 class NemoRlSettings(ProvableSettings):
