@@ -39,7 +39,7 @@ from rl_safe_workers.models.bridge import open_bridge
 from rl_safe_workers.models.build import build_chunks
 from rl_safe_workers.platforms import cuda
 from rl_safe_workers.platforms.pinned import host_buffer
-from rl_safe_workers.rollout.packing import Neighbours, neighbours_in
+from rl_safe_workers.rollout.packing import Adjacent, adjacent_in
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.workers.outgoing import Outgoing
 from rl_safe_workers.worlds.address import StoreAddress
@@ -192,9 +192,9 @@ class Trainer(Ranks):
         assert own is not None, "our bridge can tell"
         outgoing = Outgoing.of_own(own, training_rank=self.rank)
         buckets = plan_buckets(outgoing.specs, bucket_bytes=self.config.rollout.bucket_bytes)
-        neighbours = neighbours_in(buckets)
+        adjacent = adjacent_in(buckets)
         for _ in range(ROUNDS):
-            self.timed("pack", partial(self._pack, outgoing, buckets, neighbours))
+            self.timed("pack", partial(self._pack, outgoing, buckets, adjacent))
         if self.trainers < 2:
             return
         whole = torch.empty(
@@ -203,9 +203,9 @@ class Trainer(Ranks):
         for _ in range(ROUNDS):
             self.timed("broadcast", lambda: dist.broadcast(whole, src=0))
 
-    def _pack(self, outgoing: Outgoing, buckets: Sequence[Bucket], neighbours: Neighbours) -> None:
+    def _pack(self, outgoing: Outgoing, buckets: Sequence[Bucket], adjacent: Adjacent) -> None:
         """Packs all buckets of this rank, without sending them."""
-        weights = outgoing.weights(neighbours)
+        weights = outgoing.weights(adjacent)
         buffer = torch.empty(max(bucket.size_bytes for bucket in buckets), dtype=torch.uint8, device=self.worker.device)
         started_s = time.perf_counter()
         for bucket in buckets:

@@ -17,7 +17,7 @@ from rl_safe_workers.errors import Died, PhaseTimeoutError, RankError, RunError,
 from rl_safe_workers.ranks import RankId, Role
 
 
-class Standing(StrEnum):
+class EngineState(StrEnum):
     """The state of an engine, or of its replacement."""
 
     STARTING = "starting"
@@ -69,7 +69,7 @@ class EngineFleet:
             most_lost: Number of engines that the run may lose.
             losses: The losses so far. Later losses are appended.
         """
-        self._standing = dict.fromkeys(range(engines), Standing.STARTING)
+        self._states = dict.fromkeys(range(engines), EngineState.STARTING)
         self._most_lost, self.losses = most_lost, losses
         self._lives = dict.fromkeys(range(engines), 0)
         """Number of replacements so far, by engine."""
@@ -77,28 +77,28 @@ class EngineFleet:
         """The members of the joint group: their number of replacements when they joined, by engine."""
         self._returned: list[float] = []
 
-    def _with(self, *standings: Standing) -> list[int]:
-        return [engine for engine, standing in self._standing.items() if standing in standings]
+    def _in(self, *states: EngineState) -> list[int]:
+        return [engine for engine, state in self._states.items() if state in states]
 
     @property
     def serving(self) -> list[int]:
         """Engines that get prompts."""
-        return self._with(Standing.SERVING)
+        return self._in(EngineState.SERVING)
 
     @property
     def up(self) -> list[int]:
         """Engines that take part in the next weight sync."""
-        return self._with(Standing.WAITING, Standing.SERVING)
+        return self._in(EngineState.WAITING, EngineState.SERVING)
 
     @property
     def starting(self) -> list[int]:
         """Engines that do not answer yet."""
-        return self._with(Standing.STARTING)
+        return self._in(EngineState.STARTING)
 
     @property
     def needs_proof(self) -> bool:
         """True if an engine that is up must be proved before it may serve."""
-        return bool(self._with(Standing.WAITING))
+        return bool(self._in(EngineState.WAITING))
 
     @property
     def needs_join(self) -> bool:
@@ -121,7 +121,7 @@ class EngineFleet:
         """
         if len(self.losses) >= self._most_lost:
             raise error
-        self._standing[engine] = Standing.STARTING
+        self._states[engine] = EngineState.STARTING
         self._lives[engine] += 1
         loss = EngineLoss(engine=engine, why=in_one_line(error), lost_s=now_s)
         self.losses.append(loss)
@@ -129,7 +129,7 @@ class EngineFleet:
 
     def started(self, engine: int) -> None:
         """Notes that an engine is up. An original engine serves at once, because it has the starting weights."""
-        self._standing[engine] = Standing.WAITING if self._lives[engine] else Standing.SERVING
+        self._states[engine] = EngineState.WAITING if self._lives[engine] else EngineState.SERVING
 
     def joined(self, engines: Iterable[int]) -> None:
         """Notes the members of the joint group after a successful join."""
@@ -141,8 +141,8 @@ class EngineFleet:
         Args:
             now_s: Monotonic seconds.
         """
-        for engine in self._with(Standing.WAITING):
-            self._standing[engine] = Standing.SERVING
+        for engine in self._in(EngineState.WAITING):
+            self._states[engine] = EngineState.SERVING
             for loss in self.losses:
                 if loss.engine == engine and loss.back_s is None:
                     loss.back_s = now_s

@@ -10,8 +10,8 @@ import torch
 
 from rl_safe_workers.rollout.protocol import ITEM_BYTES, Bucket, WeightSpec
 
-Neighbours = frozenset[tuple[str, str]]
-"""Pairs of names; see `neighbours_in`."""
+Adjacent = frozenset[tuple[str, str]]
+"""Pairs of names of weights; see `adjacent_in`."""
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 """dtypes by their names in a `WeightSpec`."""
 
@@ -52,7 +52,7 @@ def slots_of(bucket: Bucket) -> list[int]:
     return [end - start for start, end in pairwise((*bucket.offsets, bucket.size_bytes))]
 
 
-def neighbours_in(buckets: Iterable[Bucket]) -> Neighbours:
+def adjacent_in(buckets: Iterable[Bucket]) -> Adjacent:
     """Returns the pairs of names of weights that are adjacent in a bucket, without padding between them."""
     return frozenset(
         (one.name, following.name)

@@ -15,7 +15,7 @@ from rl_safe_workers.compat.torch_copies import copy_each
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.rollout.digest import Sizes
-from rl_safe_workers.rollout.packing import DTYPES, Neighbours, cut, dtype_name
+from rl_safe_workers.rollout.packing import DTYPES, Adjacent, cut, dtype_name
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
 from rl_safe_workers.rollout.sent_digests import AT_ONCE_BYTES
 
@@ -49,10 +49,10 @@ class Outgoing:
     mine: frozenset[str]
     is_collective: bool
     """True if some rank needs collectives of the training world to make its weights."""
-    weights: Callable[[Neighbours], Items]
+    weights: Callable[[Adjacent], Items]
     """Yields this rank's weights from the start, in the order of ``specs``. May be collective at each item.
 
-    The argument is the result of `neighbours_in`: only neighbours may share an item.
+    The argument is the result of `adjacent_in`: only adjacent weights may share an item.
     """
 
     @classmethod
@@ -98,11 +98,11 @@ class Outgoing:
         in_order = sorted(own, key=lambda weight: weight.place)
 
         @functools.cache
-        def runs(neighbours: Neighbours) -> list[_Run]:
-            return _runs_of(in_order, neighbours)
+        def runs(adjacent: Adjacent) -> list[_Run]:
+            return _runs_of(in_order, adjacent)
 
-        def weights(neighbours: Neighbours) -> Items:
-            for run in runs(neighbours):
+        def weights(adjacent: Adjacent) -> Items:
+            for run in runs(adjacent):
                 if not run.parameters:
                     yield from zip(zip(run.names), zip(run.make()), strict=True)
                     continue
@@ -178,15 +178,15 @@ class Outgoing:
         return tensors, count
 
 
-def _runs_of(weights: Sequence[OwnWeight], neighbours: Neighbours) -> list[_Run]:
-    """Joins neighbours of one form to runs, such as one matrix of all experts of a layer."""
+def _runs_of(weights: Sequence[OwnWeight], adjacent: Adjacent) -> list[_Run]:
+    """Joins adjacent weights of one form to runs, such as one matrix of all experts of a layer."""
     found: list[_Run] = []
     for weight in weights:
         parameter = weight.parameter
-        if parameter is None or not neighbours.issuperset(pairwise(weight.names)):
+        if parameter is None or not adjacent.issuperset(pairwise(weight.names)):
             found.append(_Run([*weight.names], [], weight.make))
             continue
-        last = found[-1] if found and (*found[-1].names[-1:], *weight.names[:1]) in neighbours else None
+        last = found[-1] if found and (*found[-1].names[-1:], *weight.names[:1]) in adjacent else None
         if last is not None and last.parameters and _is_alike(last.parameters[0], parameter):
             last.names += weight.names
             last.parameters.append(parameter)

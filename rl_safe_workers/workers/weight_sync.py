@@ -16,7 +16,7 @@ from rl_safe_workers.errors import LifecycleError, WeightSyncError, first_line, 
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.ranks import format_ranks, joint_ids, trainer_id
-from rl_safe_workers.rollout.packing import Neighbours, neighbours_in
+from rl_safe_workers.rollout.packing import Adjacent, adjacent_in
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.rollout.sent_digests import SentDigests
 from rl_safe_workers.rollout.sync_proof import SentWeights
@@ -62,8 +62,8 @@ class WeightSync(Part):
         """Digests of the current sync; None if it takes no digests."""
         self._colocated = False
         self._outgoing: Outgoing | None = None
-        self._buckets: dict[int, tuple[list[Bucket], Neighbours]] = {}
-        """Buckets and their `neighbours_in`, by ``bucket_bytes``."""
+        self._buckets: dict[int, tuple[list[Bucket], Adjacent]] = {}
+        """Buckets and their `adjacent_in`, by ``bucket_bytes``."""
 
     def join(
         self,
@@ -166,13 +166,13 @@ class WeightSync(Part):
             self.sent, self._digests = _NOT_PROVED, SentDigests() if prove else None
             if bucket_bytes not in self._buckets:
                 planned = plan_buckets(self._outgoing.specs, bucket_bytes=bucket_bytes)
-                self._buckets[bucket_bytes] = planned, neighbours_in(planned)
-            buckets, neighbours = self._buckets[bucket_bytes]
+                self._buckets[bucket_bytes] = planned, adjacent_in(planned)
+            buckets, adjacent = self._buckets[bucket_bytes]
             failure, buffers = self._bucket_buffers(max((bucket.size_bytes for bucket in buckets), default=0))
             if self._colocated or self._outgoing.is_collective:
                 # Collectives follow. A rank without memory would skip them, and the others would hang.
                 self._agree(failure)
-            failure = self._send(buckets, self._outgoing.weights(neighbours), buffers, failure)
+            failure = self._send(buckets, self._outgoing.weights(adjacent), buffers, failure)
             self._agree(failure)
             if self._digests is not None:
                 mine = [spec.name for spec in self._outgoing.specs if spec.source == self.rank.training_rank]

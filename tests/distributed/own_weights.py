@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from rl_safe_workers.rollout.packing import dtype_name, neighbours_in, unpack
+from rl_safe_workers.rollout.packing import adjacent_in, dtype_name, unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.workers.outgoing import Outgoing
 from rl_safe_workers.worlds.address import StoreAddress
@@ -112,7 +112,7 @@ def _views(worker: Worker, outgoing: Outgoing) -> set[str]:
 
 def _send(outgoing: Outgoing, buckets: list[Bucket], rank: int) -> tuple[Prints, int]:
     """Sends all buckets to all trainers; returns what arrived, and how many weights were not sent."""
-    weights, received = outgoing.weights(neighbours_in(buckets)), []
+    weights, received = outgoing.weights(adjacent_in(buckets)), []
     for bucket in buckets:
         buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8)
         outgoing.pack(bucket, weights, buffer, training_rank=rank)
@@ -143,7 +143,7 @@ def see(rank: int, address: StoreAddress, models: Path, layout: Layout) -> Seen:
     worker.offload()
     worker.onload()
     onloaded_made, ep_rank = _made(outgoing), parallel_state.get_expert_model_parallel_rank()
-    together = {names for names, _ in outgoing.weights(neighbours_in([whole])) if len(names) > 1}
+    together = {names for names, _ in outgoing.weights(adjacent_in([whole])) if len(names) > 1}
     assert worker.teardown() == {}
     return Seen(
         specs=outgoing.specs,

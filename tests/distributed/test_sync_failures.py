@@ -18,7 +18,7 @@ import torch
 from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.errors import PhaseTimeoutError, Victim, WeightSyncError, first_line
 from rl_safe_workers.ranks import trainer_id
-from rl_safe_workers.rollout.packing import Neighbours
+from rl_safe_workers.rollout.packing import Adjacent
 from rl_safe_workers.rollout.protocol import Bucket, plan_buckets
 from rl_safe_workers.root_cause import cause_of
 from rl_safe_workers.workers import weight_sync
@@ -120,8 +120,8 @@ def _cannot_end_the_export(worker: Worker, patch: pytest.MonkeyPatch) -> None:
     outgoing = worker.safe.weights._outgoing
     assert outgoing is not None
 
-    def weights(neighbours: Neighbours) -> Items:
-        yield from outgoing.weights(neighbours)
+    def weights(adjacent: Adjacent) -> Items:
+        yield from outgoing.weights(adjacent)
         raise RuntimeError("the export does not end")
 
     patch.setattr(worker.safe.weights, "_outgoing", replace(outgoing, weights=weights))

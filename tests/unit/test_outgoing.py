@@ -13,7 +13,7 @@ import torch
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.rollout.digest import digests
-from rl_safe_workers.rollout.packing import dtype_name, neighbours_in, unpack
+from rl_safe_workers.rollout.packing import adjacent_in, dtype_name, unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.rollout.sent_digests import SentDigests
 from rl_safe_workers.workers.outgoing import Items, Outgoing
@@ -225,9 +225,9 @@ def test_weights_of_a_parameter_are_taken_together_unless_a_bucket_ends_between_
     fused: Outgoing, bucket_bytes: int, items: list[tuple[str, ...]]
 ) -> None:
     buckets = plan_buckets(fused.specs, bucket_bytes=bucket_bytes)
-    neighbours = neighbours_in(buckets)
-    assert [names for names, _ in fused.weights(neighbours)] == items
-    left = fused.weights(neighbours)
+    adjacent = adjacent_in(buckets)
+    assert [names for names, _ in fused.weights(adjacent)] == items
+    left = fused.weights(adjacent)
     received: Weights = {}
     for bucket in buckets:
         received.update(unpack(bucket, packed(fused, bucket, left, training_rank=0)))
@@ -249,7 +249,7 @@ def test_all_experts_of_a_layer_are_one_item_and_are_read_anew_in_each_sync(tell
     made = tell(0, of_rank)
     bucket = only_bucket(made)
     for factor in (1.0, 10.0):
-        left = made.weights(neighbours_in([bucket]))
+        left = made.weights(adjacent_in([bucket]))
         received = dict(unpack(bucket, packed(made, bucket, left, training_rank=0)))
         assert next(left, None) is None
         assert {name: tensor.unique().tolist() for name, tensor in received.items()} == {
@@ -258,14 +258,14 @@ def test_all_experts_of_a_layer_are_one_item_and_are_read_anew_in_each_sync(tell
         for weight in of_rank:
             assert weight.parameter is not None
             weight.parameter.mul_(10)
-    assert [len(names) for names, _ in made.weights(neighbours_in([bucket]))] == [6]
+    assert [len(names) for names, _ in made.weights(adjacent_in([bucket]))] == [6]
 
 
 def test_only_weights_of_one_form_are_one_item(tell: Tell) -> None:
     made = tell(0, [*experts(0, 1), *experts(2, width=4)])
     bucket = only_bucket(made)
-    assert [len(names) for names, _ in made.weights(neighbours_in([bucket]))] == [4, 2]
-    received = dict(unpack(bucket, packed(made, bucket, made.weights(neighbours_in([bucket])), training_rank=0)))
+    assert [len(names) for names, _ in made.weights(adjacent_in([bucket]))] == [4, 2]
+    received = dict(unpack(bucket, packed(made, bucket, made.weights(adjacent_in([bucket])), training_rank=0)))
     assert [received[f"up.{number}"].unique().item() for number in range(3)] == [0.0, 1.0, 2.0]
 
 
@@ -295,10 +295,10 @@ def test_neighbours_are_one_item_if_they_can_be_joined(
         ],
     )
     bucket = only_bucket(made)
-    neighbours = neighbours_in([bucket])
-    assert len(neighbours) == len(parameters) - 1
-    assert len(list(made.weights(neighbours))) == items
-    received = dict(unpack(bucket, packed(made, bucket, made.weights(neighbours), training_rank=0)))
+    adjacent = adjacent_in([bucket])
+    assert len(adjacent) == len(parameters) - 1
+    assert len(list(made.weights(adjacent))) == items
+    received = dict(unpack(bucket, packed(made, bucket, made.weights(adjacent), training_rank=0)))
     assert all(torch.equal(received[str(number)], each) for number, each in enumerate(parameters))
 
 
@@ -308,7 +308,7 @@ def test_a_parameter_without_weights_keeps_its_neighbours_apart(tell: Tell) -> N
     )
     made = tell(0, [experts(0)[0], nothing, experts(1)[0]])
     bucket = only_bucket(made)
-    assert [len(names) for names, _ in made.weights(neighbours_in([bucket]))] == [2, 2]
+    assert [len(names) for names, _ in made.weights(adjacent_in([bucket]))] == [2, 2]
 
 
 def test_each_weight_of_an_item_has_a_digest_of_its_own(tell: Tell) -> None:
@@ -323,7 +323,7 @@ def test_each_weight_of_an_item_has_a_digest_of_its_own(tell: Tell) -> None:
     )
     bucket, found = only_bucket(made), SentDigests()
     buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8)
-    made.pack(bucket, made.weights(neighbours_in([bucket])), buffer, training_rank=0, digest=found.add)
+    made.pack(bucket, made.weights(adjacent_in([bucket])), buffer, training_rank=0, digest=found.add)
     names = [spec.name for spec in made.specs]
     assert found.sent(names).digests == {name: int(digests([weight])) for name, weight in unpack(bucket, buffer)}
 
@@ -337,14 +337,14 @@ def test_an_error_about_many_weights_is_short(tell: Tell) -> None:
     with pytest.raises(
         WeightSyncError, match=r"^weight gate\.0 to up\.1 \(4 weights\): the memory of a parameter is freed$"
     ):
-        packed(made, bucket, made.weights(neighbours_in([bucket])), training_rank=0)
+        packed(made, bucket, made.weights(adjacent_in([bucket])), training_rank=0)
 
 
 def test_weights_that_this_rank_has_in_a_row_are_apart_if_a_bucket_has_others_between_them(tell: Tell) -> None:
     made = tell(0, experts(0, 1))
     theirs = [spec(name, torch.ones(2, 2)) for name in ("gate.0", "up.0", "another", "gate.1", "up.1")]
     (bucket,) = plan_buckets(theirs, bucket_bytes=10**6)
-    assert [len(names) for names, _ in made.weights(neighbours_in([bucket]))] == [2, 2]
+    assert [len(names) for names, _ in made.weights(adjacent_in([bucket]))] == [2, 2]
 
 
 def test_weights_with_padding_between_them_are_not_taken_together(tell: Tell) -> None:
@@ -352,7 +352,7 @@ def test_weights_with_padding_between_them_are_not_taken_together(tell: Tell) ->
     weights = own((0, 0, 0), {"a": both[:3], "b": both[3:]})
     made = tell(0, [dataclasses.replace(weights, parameter=both)])
     bucket = only_bucket(made)
-    left = made.weights(neighbours_in([bucket]))
+    left = made.weights(adjacent_in([bucket]))
     received = dict(unpack(bucket, packed(made, bucket, left, training_rank=0)))
     assert [received[name].tolist() for name in "ab"] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 
