@@ -58,7 +58,7 @@ class Suspension:
             False if NCCL refused on some rank. Then the communicators are as before.
 
         Raises:
-            CommunicatorError: On a rank whose second sum differs. On every rank, if that sum fails.
+            CommunicatorError: On a rank whose second sum differs. On every rank, if a sum or the resume fails.
             PhaseTimeoutError: On every rank, if one does not come in time; names it.
         """
         world = live_groups()[0]
@@ -114,7 +114,7 @@ class Suspension:
     def resume(self, *, timeout: timedelta, phase: Phase = Phase.ONLOAD) -> float:
         """Resumes the suspended groups, even if only some ranks have suspended them. Returns the seconds that it took.
 
-        Collective over: the training world. Arguments and errors are those of `suspend`.
+        Collective over: the training world. ``timeout``, ``phase`` and the errors are as in `suspend`.
         """
         seconds = self._do("resume", phase, timeout)
         self._planned = []

@@ -123,8 +123,8 @@ class Communicators(Part):
 
         Raises:
             ConfigError: As `plan`, before any group is made.
-            CommunicatorError: Before any group is made: if the backend lacks an op class that a group will carry, or,
-                on every rank, if one has too little free device memory for the groups; names that rank.
+            CommunicatorError: Before any group is made: if the backend is unknown or lacks an op class that a group
+                will carry, or, on every rank, if one has too little free device memory for the groups; names that rank.
             PhaseTimeoutError: If a rank does not come within ``rl_safe.timeouts.groups``; names it.
         """
         plan = self.plan()

@@ -84,7 +84,7 @@ class Conversions(Part):
 
         Raises:
             CheckpointMismatchError: On every rank, if ``out_dir`` is, or holds, something that the conversion may not
-                replace; the message says what it is.
+                replace, or if something else has a temporary name beside it; the message says what it is.
             CheckpointError: On every rank, if the conversion cannot be written, or another run holds the lock of
                 ``out_dir`` for too long. ``out_dir`` then stays as it was.
             PhaseTimeoutError: If a trainer does not arrive in time; names it.
@@ -128,7 +128,7 @@ class Conversions(Part):
 
         Raises:
             CheckpointMismatchError: On every rank, if ``out_dir`` exists and ``overwrite`` is False, or if it is
-                something that an export may not replace.
+                something that an export may not replace, or if something else has a temporary name beside it.
             CheckpointError: On every rank, if the directory cannot be written; no part of the export is then left in
                 ``out_dir``.
             ModelError: On every rank, if the model has MTP layers, and ``source`` has no weights to copy for them.

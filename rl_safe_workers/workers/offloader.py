@@ -154,7 +154,8 @@ class Offloader(Part):
 
         Raises:
             LifecycleError: If the bootstrap has not run.
-            CommunicatorError: On every rank, if one could not free its communicators; names it.
+            CommunicatorError: On every rank, if one could not free its communicators; names it. On this rank alone, if
+                a sum after suspend and resume differs from the sum before.
             PhaseTimeoutError: If a rank does not come in time; names it.
         """
         with self.rank.phase(Phase.OFFLOAD):

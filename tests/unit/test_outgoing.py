@@ -284,7 +284,7 @@ class Quantised(torch.Tensor):
     ],
     ids=["before padding", "a scalar", "a Parameter and another dtype", "a class of its own", "nothing"],
 )
-def test_neighbours_are_one_item_if_they_can_be_joined(
+def test_adjacent_weights_are_one_item_if_they_can_be_joined(
     tell: Tell, parameters: Sequence[torch.Tensor], items: int
 ) -> None:
     made = tell(
@@ -302,7 +302,7 @@ def test_neighbours_are_one_item_if_they_can_be_joined(
     assert all(torch.equal(received[str(number)], each) for number, each in enumerate(parameters))
 
 
-def test_a_parameter_without_weights_keeps_its_neighbours_apart(tell: Tell) -> None:
+def test_a_parameter_without_weights_keeps_adjacent_weights_apart(tell: Tell) -> None:
     nothing = OwnWeight(
         place=(0, 0, 0), names=(), shapes=(), dtype=torch.float32, is_split=False, is_source=True, make=list
     )

@@ -48,6 +48,7 @@ class SafePolicyMixin:
         """Runs one update as phase ``train``. Collective over: the training world.
 
         Raises:
+            CommunicatorError: If a collective takes memory after the bootstrap, and ``bootstrap.on_late`` is ``raise``.
             LifecycleError: If the bootstrap has not run.
             PhaseTimeoutError: If a rank does not come in time; names it.
         """
