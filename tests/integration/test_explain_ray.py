@@ -19,7 +19,7 @@ import pytest
 from rl_safe_workers.diagnostics.ray_actors import choose
 from rl_safe_workers.errors import UsageError
 
-JOB = """
+START = """
 import asyncio, sys, threading, time
 from pathlib import Path
 import ray, torch, torch.distributed as dist
@@ -27,7 +27,8 @@ folder = Path(sys.argv[1])
 ray.init(num_cpus=3, include_dashboard=False, _temp_dir=str(folder / "r"))
 
 @ray.remote(num_cpus=0)
-class Trainer:
+class Trainer:"""
+JOB = """
     def start(self, rank):
         self.rank = rank
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=3)
@@ -61,14 +62,6 @@ time.sleep(600)
 """
 
 IN_CONSTRUCTORS = """
-import sys, time
-from pathlib import Path
-import ray, torch, torch.distributed as dist
-folder = Path(sys.argv[1])
-ray.init(num_cpus=3, include_dashboard=False, _temp_dir=str(folder / "r"))
-
-@ray.remote(num_cpus=0)
-class Trainer:
     def __init__(self, rank):
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
         (folder / f"ready_{rank}").touch()
@@ -95,7 +88,7 @@ def folder() -> Iterator[Path]:
 
 def explained(folder: Path, called: int, other_method: str = "", job_text: str = JOB) -> dict[str, Any]:
     """Starts a job that calls some of its trainers, and explains it."""
-    (folder / "job.py").write_text(job_text.replace("OTHER_METHOD", other_method))
+    (folder / "job.py").write_text(START + job_text.replace("OTHER_METHOD", other_method))
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     quiet = subprocess.DEVNULL
     job = subprocess.Popen(
