@@ -36,7 +36,11 @@ from rl_safe_workers.ranks import RankId, Role, trainer_id
 from tests.verl.test_hydra import ON, composed
 
 TIMEOUTS = VerlTimeouts(sync=2.0, rollout=1.0)
+# A test whose wait ends before its deadline has this one, which a busy machine does not reach.
+PATIENT_S = 120.0
+PATIENT = VerlTimeouts(sync=PATIENT_S, rollout=PATIENT_S)
 LIMIT_S = 10.0
+SILENT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +66,7 @@ class _Server:
 
     def _answer(self, call: str) -> None:
         if self._silent == call:
-            time.sleep(60)
+            time.sleep(SILENT_S)
         if self._fails == call:
             raise AssertionError("Memory usage increased after sleeping.")
 
@@ -80,7 +84,7 @@ class _Rank:
     def update_weights(self) -> None:
         if self._error is not None:
             raise self._error
-        time.sleep(60)
+        time.sleep(SILENT_S)
 
 
 class _Replica(RolloutReplica):
@@ -102,13 +106,14 @@ class _Group:
         return [worker.update_weights.remote() for worker in self.workers]
 
 
-def _trainer(*servers: Any, ranks: tuple[Any, ...] = ()) -> Any:
+def _trainer(*servers: Any, ranks: tuple[Any, ...] = (), timeouts: VerlTimeouts = TIMEOUTS) -> Any:
     # Deadlines of two seconds are for calls, not for the start of their actors. A dead actor counts as ready here.
     for actor in (*servers, *ranks):
         if isinstance(actor, ActorHandle):
             assert ray.wait([actor.__ray_ready__.remote()], timeout=60)[0]
     trainer: Any = SafeTrainerMixin()
-    trainer.config = composed(*ON, *(f"+actor_rollout_ref.rl_safe.timeouts.{k}={v}" for k, v in _short().items()))
+    settings = (f"timeouts.sync={timeouts.sync}", f"timeouts.rollout={timeouts.rollout}")
+    trainer.config = composed(*ON, *(f"+actor_rollout_ref.rl_safe.{setting}" for setting in settings))
     trainer.actor_rollout_wg = _Group(*ranks)
     trainer.checkpoint_manager = CheckpointEngineManager(
         config=CheckpointEngineConfig(backend="naive"),
@@ -116,10 +121,6 @@ def _trainer(*servers: Any, ranks: tuple[Any, ...] = ()) -> Any:
         replicas=[_Replica(rank, server) for rank, server in enumerate(servers)],
     )
     return trainer
-
-
-def _short() -> dict[str, float]:
-    return {"sync": TIMEOUTS.sync, "rollout": TIMEOUTS.rollout}
 
 
 def _late(call: Any) -> tuple[PhaseTimeoutError, float]:
@@ -165,7 +166,7 @@ def test_a_training_rank_that_is_stopped_is_named() -> None:
 def test_a_failed_sync_names_a_rollout_process_that_has_died() -> None:
     server = _Server.remote()
     os.kill(ray.get(server.pid.remote()), signal.SIGKILL)
-    trainer = _trainer(server, ranks=(_Rank.remote(ValueError("connection lost")),))
+    trainer = _trainer(server, ranks=(_Rank.remote(ValueError("connection lost")),), timeouts=PATIENT)
     with pytest.raises(RunError, match=r"rollout replica 0 has died; .*ValueError: connection lost") as caught:
         trainer.checkpoint_manager.update_weights()
     assert caught.value.culprit == RankId(Role.ROLLOUT, 0)
@@ -175,7 +176,7 @@ def test_a_failed_sync_names_a_rollout_process_that_has_died() -> None:
 def test_a_rollout_process_that_has_died_is_named_before_the_deadline_while_a_training_rank_waits_for_it() -> None:
     server = _Server.remote()
     os.kill(ray.get(server.pid.remote()), signal.SIGKILL)
-    trainer = _trainer(server, ranks=(_Rank.remote(None),))
+    trainer = _trainer(server, ranks=(_Rank.remote(None),), timeouts=PATIENT)
     with pytest.raises(RunError, match=r"rollout replica 0 has died$") as caught:
         trainer.checkpoint_manager.update_weights()
     assert caught.value.culprit == RankId(Role.ROLLOUT, 0)
@@ -195,7 +196,7 @@ def test_a_look_ends_no_wait_for_another_death(phase: Phase, rank_id: RankId, mo
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(actor.pid.remote())
     party = Party("the dead", rank_id, actor, actor.pid.remote)
-    waits = DriverWaits(TIMEOUTS, lambda: [party])
+    waits = DriverWaits(PATIENT, lambda: [party])
     with pytest.raises(RunError, match="the dead has died"):
         waits.check_alive(phase, "the work")
     assert waits.bounded(phase, "the work", lambda: time.sleep(1.5) or "done") == "done"
@@ -221,7 +222,7 @@ def test_a_look_that_fails_ends_no_wait(monkeypatch: pytest.MonkeyPatch, caplog:
     monkeypatch.setattr(driver_waits, "_LOOK_S", 0.2)
     monkeypatch.setattr(driver_waits, "actor_table", broken)
     party = Party("the engine", RankId(Role.ROLLOUT, 0), _Server.remote(), lambda: None)
-    waits = DriverWaits(TIMEOUTS, lambda: [party])
+    waits = DriverWaits(PATIENT, lambda: [party])
     assert waits.bounded(Phase.SYNC, "the sync", lambda: time.sleep(1.5) or "done") == "done"
     assert "could not look for dead engines: no table" in caplog.text
 
@@ -236,12 +237,12 @@ def test_a_timeout_that_a_rank_has_told_of_goes_on_as_it_is() -> None:
         setting="rl_safe.timeouts.sync",
     )
     rank = _Rank.remote(told)
-    trainer = _trainer(_Server.remote(silent="clear_kv_cache"), ranks=(rank,))
+    trainer = _trainer(_Server.remote(silent="clear_kv_cache"), ranks=(rank,), timeouts=PATIENT)
     started_s = time.monotonic()
     with pytest.raises(ray.exceptions.RayTaskError) as caught:
         trainer.checkpoint_manager.update_weights()
     assert str(caught.value.cause) == str(told)
-    assert time.monotonic() - started_s < TIMEOUTS.sync, "nobody else is asked"
+    assert time.monotonic() - started_s < SILENT_S, "nobody else is asked"
 
 
 def test_other_attributes_of_a_guarded_object_are_its_own() -> None:
@@ -273,8 +274,8 @@ class _Buffer(ReplayBuffer):
         return selected
 
 
-def _waits(*names: str) -> DriverWaits:
-    return DriverWaits(TIMEOUTS, list)
+def _waits(rollout_s: float = TIMEOUTS.rollout) -> DriverWaits:
+    return DriverWaits(VerlTimeouts(rollout=rollout_s), list)
 
 
 def test_generation_without_any_response_ends_at_the_timeout() -> None:
@@ -304,8 +305,7 @@ def test_the_last_poll_is_at_the_deadline() -> None:
 )
 def test_generation_ends_at_once_if_a_worker_of_verls_has_died(manager, workers, victim) -> None:
     well, dead = _Server.remote(), _Server.remote()
-    trainer = _trainer()
-    trainer.config.actor_rollout_ref.rl_safe.timeouts.rollout = 600.0
+    trainer = _trainer(timeouts=PATIENT)
     setattr(trainer, manager, SimpleNamespace(**{workers: [well, dead]}))
     trainer.replay_buffer = _Buffer({})
     os.kill(ray.get(dead.pid.remote()), signal.SIGKILL)
@@ -317,7 +317,7 @@ def test_generation_ends_at_once_if_a_worker_of_verls_has_died(manager, workers,
 @pytest.mark.usefixtures("_cluster")
 def test_a_worker_that_dies_in_the_last_poll_ends_generation() -> None:
     dead = _Server.remote()
-    trainer = _trainer()
+    trainer = _trainer(timeouts=PATIENT)
     trainer.agent_loop_manager = SimpleNamespace(agent_loop_workers=[dead])
     buffer = _Buffer({2: "prompt0"}, prompts=1)
 
@@ -406,17 +406,18 @@ def test_an_engine_that_raised_before_an_earlier_step_is_not_to_blame(monkeypatc
 
 
 def test_generation_may_take_longer_than_the_timeout_if_responses_end() -> None:
-    buffer = guarded_samples(_Buffer({3: "prompt0", 6: "prompt2", 9: "prompt1"}), _waits())
+    ends = {3 * (i + 1): f"prompt{i}" for i in range(6)}
+    buffer = guarded_samples(_Buffer(ends, prompts=6), _waits(rollout_s=3.0))
     started_s = time.monotonic()
-    batch, _ = buffer.sample(1, "train", 3)
-    assert sorted(batch) == ["prompt0", "prompt1", "prompt2"]
-    assert time.monotonic() - started_s > 1.5 * TIMEOUTS.rollout
+    batch, _ = buffer.sample(1, "train", 6)
+    assert sorted(batch) == sorted(ends.values())
+    assert time.monotonic() - started_s > 3.0
 
 
 def test_training_between_two_samples_does_not_count() -> None:
-    buffer = guarded_samples(_Buffer({2: "prompt0", 4: "prompt1"}, prompts=2), _waits())
+    buffer = guarded_samples(_Buffer({2: "prompt0", 4: "prompt1"}, prompts=2), _waits(rollout_s=3.0))
     buffer.sample(1, "train", 1)
-    time.sleep(1.2 * TIMEOUTS.rollout)
+    time.sleep(3.5)
     buffer._done.clear()
     assert buffer.sample(2, "train", 1)[0] == ["prompt1"]
 
