@@ -22,7 +22,7 @@ from rl_safe_workers.control.board import forget_where
 from rl_safe_workers.control.deadline import Background, Deadline
 from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import ControlPlane
-from rl_safe_workers.errors import WeightSyncError, first_line, foreign_cause
+from rl_safe_workers.errors import RlSafeError, WeightSyncError, first_line, foreign_cause
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.lifecycle import Phase, timeout_setting
 
@@ -60,12 +60,12 @@ class JointGroup:
         device: torch.device,
         sync_timeout: timedelta | None = None,
     ) -> None:
-        """Joins. Collective over: all ranks of ``control``; blocks until all have joined or ``timeout`` has passed.
+        """Joins. Collective over: all ranks of ``control``; blocks until all have connected or have failed to.
 
         Args:
             control: This process's place in the world `joint_world` of trainers and rollout ranks.
             generation: Counts rebuilds; each uses store keys of its own.
-            timeout: Longest wait for the others.
+            timeout: Longest wait for the others to come, and then to connect.
             device: Device of the tensors. A CPU makes a gloo group, a GPU an NCCL group.
             sync_timeout: Longest wait of one broadcast, or of a `flush` on a GPU; None for ``timeout``.
 
@@ -89,6 +89,13 @@ class JointGroup:
             self.close()
             text = f"joint rank {self.joint_rank} could not join the joint group: {failure.text}"
             raise WeightSyncError(text, foreign=failure.foreign)
+        try:
+            # A rank that leaves closes its connections, and gloo fails on a peer that is still making them. So all
+            # ranks have connected before any of them goes on.
+            control.barrier(Phase.JOINT, Deadline.after(timeout))
+        except RlSafeError:
+            self.close()
+            raise
 
     def _connect(self, store: Store, timeout: timedelta) -> Failure | None:
         """Returns what failed, not the exception: its traceback would keep the group."""

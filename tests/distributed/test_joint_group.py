@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rl_safe_workers.config import RunConfig
+from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.errors import PhaseTimeoutError, WeightSyncError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, Role
@@ -27,6 +28,7 @@ from tests.distributed.worker import Worker, control_plane, run_config, served_s
 TRAINERS, JOINT_SIZE, BUCKET_BYTES = 4, 5, 200_000
 PATIENCE = timedelta(seconds=10)
 SYNC_S = 8.0
+SLOW_S = 1.0
 
 
 def _join(
@@ -122,11 +124,8 @@ def test_a_broadcast_under_way_holds_nobody_that_gives_the_group_up(address: Sto
 
 
 def _close_and_rejoin(joint_rank: int, address: StoreAddress) -> list[Any]:
-    store, first = connect_store(address, timeout=PATIENCE), _join(joint_rank, address)
+    first = _join(joint_rank, address)
     was_open = first.is_open
-    # A rank that closes earlier breaks the connections of those that are still connecting.
-    store.set(f"joined/{joint_rank}", "")
-    store.wait([f"joined/{rank}" for rank in range(3)])
     first.close()
     first.close()
     with pytest.raises(WeightSyncError, match="the joint group is closed"):
@@ -138,6 +137,47 @@ def _close_and_rejoin(joint_rank: int, address: StoreAddress) -> list[Any]:
 
 def test_close_is_idempotent_and_the_next_generation_works(address: StoreAddress) -> None:
     assert values(run_ranks(_close_and_rejoin, 3, address)) == [[True, False, True, 2]] * 3
+
+
+def _slow_to_connect(delay_s: float, failure: Failure | None = None) -> None:
+    """Makes this rank connect as usual, and then take longer for it, or report a failure."""
+    connect = JointGroup._connect
+
+    def slowly(group: JointGroup, *arguments: Any) -> Failure | None:
+        failed = connect(group, *arguments)
+        time.sleep(delay_s)
+        return failure or failed
+
+    JointGroup._connect = slowly  # type: ignore[method-assign]
+
+
+def _leave_at_once(joint_rank: int, address: StoreAddress) -> tuple[float, float]:
+    """Returns when this rank began to join, and when it had left."""
+    began_s = time.monotonic()
+    if joint_rank == 1:
+        _slow_to_connect(SLOW_S)
+    _join(joint_rank, address).close()
+    return began_s, time.monotonic()
+
+
+def test_nobody_leaves_before_all_have_connected(address: StoreAddress) -> None:
+    times = values(run_ranks(_leave_at_once, 3, address))
+    slow_began_s, _ = times[1]
+    assert min(left_s for _, left_s in times) > slow_began_s + SLOW_S
+
+
+def _fail_to_connect(joint_rank: int, address: StoreAddress) -> None:
+    if joint_rank == 1:
+        _slow_to_connect(SLOW_S, Failure("no route"))
+    _join(joint_rank, address, timeout=timedelta(seconds=2))
+
+
+def test_the_others_name_a_rank_that_could_not_connect(address: StoreAddress) -> None:
+    outcomes = run_ranks(_fail_to_connect, 3, address)
+    assert str(outcomes[1].error) == "joint rank 1 could not join the joint group: no route"
+    for other in (outcomes[0], outcomes[2]):
+        assert isinstance(other.error, PhaseTimeoutError)
+        assert other.error.missing == {RankId(Role.TRAINER, 1)}
 
 
 def _flush(joint_rank: int, address: StoreAddress) -> list[Any]:
