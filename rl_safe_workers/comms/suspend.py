@@ -58,7 +58,7 @@ class Suspension:
             False if NCCL refused on some rank. Then the communicators are as before.
 
         Raises:
-            CommunicatorError: On a rank whose second sum differs. On every rank, if a sum or the resume fails.
+            CommunicatorError: On every rank, if a sum or the resume fails, or the second sum differs on any rank.
             PhaseTimeoutError: On every rank, if one does not come in time; names it.
         """
         world = live_groups()[0]
@@ -71,18 +71,22 @@ class Suspension:
         except CommunicatorError as error:
             refusal = error
         self.resume(timeout=timeout, phase=phase)
-        if not torch.equal(self._sum(world, "sum after resume", timeout, phase), before):
-            raise CommunicatorError(f"{world}: an all_reduce after suspend and resume gave another sum")
+        self._sum(world, "sum after resume", timeout, phase, expected=before)
         if refusal is not None:
             logger.warning("communicators keep their memory: NCCL does not suspend them: %s", refusal)
         return refusal is None
 
-    def _sum(self, world: LiveGroup, name: str, timeout: timedelta, phase: Phase) -> torch.Tensor:
+    def _sum(
+        self, world: LiveGroup, name: str, timeout: timedelta, phase: Phase, expected: torch.Tensor | None = None
+    ) -> torch.Tensor:
         values = torch.arange(_PROOF_ELEMENTS, dtype=torch.float32, device=self._device) / (1 + self._control.rank)
 
         def reduce() -> torch.Tensor:
             dist.all_reduce(values, group=world.group)
-            return values.cpu()
+            found = values.cpu()
+            if expected is not None and not torch.equal(found, expected):
+                raise CommunicatorError("an all_reduce after suspend and resume gave another sum")
+            return found
 
         work = Supervision(self._control, name, phase=phase, timeout=timeout)
         found: torch.Tensor = work.part(f"{world} {name}", world.ranks, reduce)
