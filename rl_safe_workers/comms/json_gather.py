@@ -35,7 +35,7 @@ def gather_json(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
     dist.all_gather(lengths, length, group=group)
     sizes = [int(one) for one in torch.cat(lengths).tolist()]
     if min(sizes) < 1 or max(sizes) > MAX_BYTES:
-        raise CommunicatorError(f"group ranks sent values of {sizes} bytes: from 1 to {MAX_BYTES} are taken")
+        raise CommunicatorError(f"group ranks sent values of {sizes} bytes; each must have 1 to {MAX_BYTES} bytes")
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     padded[: sent.numel()] = sent
     received = [torch.empty_like(padded) for _ in sizes]

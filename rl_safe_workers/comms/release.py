@@ -248,16 +248,16 @@ def _judge(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     failures = [f"training rank {rank}: {told[rank].text}" for rank in failed]
     # The culprit is the first to fail, but a rank with a failure of its own comes before ranks that waited for others.
     culprit = min(failed, key=lambda rank: told[rank].foreign.is_about_others, default=None)
-    brought: dict[str, list[int]] = {}
+    released: dict[str, list[int]] = {}
     for rank, report in enumerate(reports):
         for name in report["groups"]:
-            brought.setdefault(name, []).append(rank)
+            released.setdefault(name, []).append(rank)
     groups = {name: entry for report in reports for name, entry in report["groups"].items()}
     if not failures:
         failures = [
-            f"group {label} has {members} members, but only training ranks {brought[name]} brought it along"
+            f"group {label} has {members} members, but only training ranks {released[name]} release it"
             for name, (_, members, label) in groups.items()
-            if len(brought[name]) != members
+            if len(released[name]) != members
         ]
     generations = [entry[0] for report in reports for entry in report["groups"].values()]
     return {

@@ -183,7 +183,7 @@ class ControlPlane:
         try:
             self._board.put(self._failure_key(self.rank), report_to_text(report).encode())
         except StoreLostError as lost:
-            logger.warning("%s; so nobody learns there of: %s", lost, first_line(error))
+            logger.warning("%s; the other ranks are not told of this failure: %s", lost, first_line(error))
 
     def reported_failures(self) -> dict[RankId, RunError]:
         """Returns the failures that ranks have reported. Not collective.

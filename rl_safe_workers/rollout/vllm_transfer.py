@@ -42,7 +42,7 @@ from rl_safe_workers.worlds.store import connect_store
 
 logger = logging.getLogger(__name__)
 
-_NOT_TRIED, _NOT_PROVEN = "no update so far", "one update must go through them"
+_NOT_TRIED, _NOT_PROVEN = "there was no update so far", "the first update goes through them"
 BACKEND = "rl_safe_joint"
 """Name of the engine in ``weight_transfer_config``."""
 

@@ -198,7 +198,7 @@ class ProvedEngine:
         self._wire = Wire(plan_buckets(specs, bucket_bytes=2**18))
         self.engine._group = self._wire  # type: ignore[assignment]
         self.engine._specs, self.engine._buckets = specs, self._wire.buckets
-        self.engine._plan, self.engine.obstacle = None, "no update so far"
+        self.engine._plan, self.engine.obstacle = None, type(self.engine).obstacle
 
     def update(self, weights: Weights, on_the_wire: Weights | None = None) -> HeldWeights:
         self._wire.send(weights, on_the_wire or {})

@@ -309,7 +309,7 @@ def _bring_other_groups(rank: int, address: StoreAddress) -> str:
 
 def test_a_group_that_only_some_of_its_members_release_is_refused_on_every_rank(address) -> None:
     for message in values(run_ranks(_bring_other_groups, SIZE, address)):
-        assert message == "release: group PAIR [0, 1] has 2 members, but only training ranks [0] brought it along"
+        assert message == "release: group PAIR [0, 1] has 2 members, but only training ranks [0] release it"
 
 
 def _bring_a_plain_group(rank: int, address: StoreAddress) -> str:

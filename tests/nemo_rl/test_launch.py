@@ -268,7 +268,7 @@ def test_an_environment_that_is_yet_to_be_built_is_built_under_the_hosts_name(re
     [
         ({"megatron_cfg": {"enabled": False}}, "needs policy.megatron_cfg.enabled=true"),
         ({"megatron_cfg": {"enabled": True}, "quant_cfg": "nvfp4.yaml"}, "exclude each other"),
-        ({"megatron_cfg": {"enabled": True, "env_vars": {VARIABLE: '{"timeouts": {"save": 1}}'}}}, "says other than"),
+        ({"megatron_cfg": {"enabled": True, "env_vars": {VARIABLE: '{"timeouts": {"save": 1}}'}}}, "differs from"),
     ],
 )
 def test_a_policy_that_cannot_be_ours_is_refused(policy: dict[str, Any], text: str) -> None:

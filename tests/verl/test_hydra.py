@@ -317,7 +317,7 @@ def test_workers_are_told_by_the_jobs_environment() -> None:
     [
         ("VERL_ENGINE_VENDOR=metax", "VERL_ENGINE_VENDOR=metax with .*enabled=true"),
         ("VERL_USE_EXTERNAL_MODULES=mine", "VERL_USE_EXTERNAL_MODULES=mine lacks"),
-        ('RL_SAFE_VERL={"timeouts": {"save": 7}}', "RL_SAFE_VERL says other than"),
+        ('RL_SAFE_VERL={"timeouts": {"save": 7}}', "RL_SAFE_VERL differs from"),
     ],
 )
 def test_a_job_that_was_submitted_with_something_else_is_refused(variable, message, monkeypatch) -> None:

@@ -151,7 +151,7 @@ def prepare_job(config: DictConfig, settings: VerlSettings, run_id: str) -> dict
         given: dict[str, Any] = runtime_env.setdefault("env_vars", {}) or {}
         for name, value in variables.items():
             if str(given.get(name, value)) != value:
-                raise ConfigError(f"ray_kwargs.ray_init.runtime_env.env_vars.{name} says other than {NODE}: remove it")
+                raise ConfigError(f"ray_kwargs.ray_init.runtime_env.env_vars.{name} differs from {NODE}: remove it")
         runtime_env["env_vars"] = {**given, **variables}
         ray_init.runtime_env = runtime_env
     return variables
