@@ -1,19 +1,6 @@
 """Lets a rank tell others where it is, whatever its main thread is doing.
 
-Up to nine files end up in a folder of the run on the rank's own machine:
-
-    request_<role>_<rank>.pipe a reader writes one byte here to ask for the next two files
-    stack_<role>_<rank>.txt    the stacks of all threads, added each time that somebody asks, or at `STACK_SIGNAL`
-    flight_gloo_<rank>         of trainers: torch's Flight Recorder record of gloo's groups
-    place_<role>_<rank>.txt    the last line of code that the rank noted, its process id, and the last lines at which it
-                               stood for long; outlives the process
-    phase_<role>_<rank>.txt    the phase that the rank is in, if its host calls `note_phase`; outlives the process
-    kills_<role>_<rank>.json   the number of OOM kills in its control group when it began
-    failure_<role>_<rank>.json what the rank has failed with, if its host calls `leave_failure`
-    exit_<role>_<rank>.txt     the status that the process passed to `os._exit`, and the line of code of that call
-    fatal_<role>_<rank>.txt    the stacks at a signal such as SIGSEGV that ends the process, if faulthandler was off
-
-Nothing here needs torch, Ray or a driver. torch itself writes the Flight Recorder's file for NCCL.
+It writes the files that `diagnostics.rank_files` lists. Nothing here needs torch, Ray or a driver.
 """
 
 from __future__ import annotations
@@ -22,28 +9,41 @@ import faulthandler
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from rl_safe_workers.control.deadline import Thread
 from rl_safe_workers.diagnostics.proc_facts import lock_holder
+from rl_safe_workers.diagnostics.rank_files import (
+    GLOO_FLIGHTS,
+    NOTED,
+    PLACE_BYTES,
+    Stay,
+    exit_file,
+    failure_file,
+    fatal_file,
+    kills_file,
+    phase_file,
+    place_file,
+    request_pipe,
+    stack_file,
+)
 from rl_safe_workers.diagnostics.stacks import CallFrame, Stack
-from rl_safe_workers.errors import RunError, in_one_line
-from rl_safe_workers.foreign_files import printable, read_foreign
+from rl_safe_workers.errors import in_one_line
+from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.frames import frames_of_thread, own_stacks, place_of, telling_frame
 from rl_safe_workers.lifecycle import unix_now
 from rl_safe_workers.platforms.host_memory import oom_kills
 from rl_safe_workers.ranks import RankId, Role
-from rl_safe_workers.root_cause import report_from_text, report_of, report_to_text
+from rl_safe_workers.root_cause import report_of, report_to_text
 
 logger = logging.getLogger(__name__)
 
@@ -54,99 +54,18 @@ It is the last resort, for a rank that answers no request because a call in C ke
 faulthandler writes without that lock. If a thread runs Python meanwhile, faulthandler may read a frame while it
 changes. That can end the process by SIGSEGV.
 """
-GLOO_FLIGHTS = "flight_gloo_"
-"""The start of the names of gloo's Flight Recorder files."""
 ALIVE_EVERY_S = 0.5
 """Seconds between two signs of life of a rank, and at least between two notes of where it is."""
-STAY_S = 2.0
-"""A rank notes a line of code if it stands there for at least so many seconds."""
 _STAYS = 3
 _PLACE_CHARACTERS = 800
 NOTE_SHARE = 0.004
 """Largest share of one core for the notes. A note takes 0.5 ms with 2 threads and 5 ms with 40: the more it takes, the
 longer is the pause to the next one."""
-_PLACES = {role: re.compile(rf"place_{role}_(\d+)\.txt") for role in Role}
-_PIPES = {role: re.compile(rf"request_{role}_(\d+)\.pipe") for role in Role}
-_NOTED = "Noted: "
-"""The start of a line about an event, after the stacks."""
 _EVENT_CHARACTERS = 300
 _spare: list[int] = []
 """A file descriptor that is kept for `leave_failure`."""
 _events: dict[str, str] = {}
 """The events that `note_event` has kept, by kind, oldest first."""
-_PLACE_BYTES = 4096
-_FAILURE_BYTES = 2**20
-_FATAL_BYTES = 2**20
-
-
-def stack_file(rank_id: RankId) -> str:
-    """Returns the name of the file that a rank writes its stacks to."""
-    return f"stack_{rank_id.role}_{rank_id.rank}.txt"
-
-
-def request_pipe(rank_id: RankId) -> str:
-    """Returns the name of the pipe by which others ask a rank for its stacks and its Flight Recorder's record."""
-    return f"request_{rank_id.role}_{rank_id.rank}.pipe"
-
-
-def place_file(rank_id: RankId) -> str:
-    """Returns the name of the file in which a rank notes where it is."""
-    return f"place_{rank_id.role}_{rank_id.rank}.txt"
-
-
-def read_place(folder: Path, rank_id: RankId) -> str | None:
-    """Returns the line of code that a rank was last seen at, e.g. ``"train.py:12 (step)"``; None if nobody knows.
-
-    Args:
-        folder: The folder that was passed to `answer_when_asked`.
-        rank_id: The rank, dead or alive.
-    """
-    with suppress(OSError):
-        text = read_foreign(folder / place_file(rank_id), limit_bytes=_PLACE_BYTES, within=folder, uid=os.getuid())
-        return text.decode("utf-8", errors="replace").partition("\n")[0].strip() or None
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class Stay:
-    """A line of code at which a rank stood for at least `STAY_S`, as its notes show."""
-
-    since_s: float
-    """Unix time in seconds at which the rank first noted the line."""
-    until_s: float
-    """Unix time in seconds at which the rank last noted the line."""
-    holder: int
-    """The process that held a file lock for which the rank waited there; 0 if none did."""
-    place: str
-
-    def __str__(self) -> str:
-        return f"{self.since_s:.3f} {self.until_s:.3f} {self.holder} {self.place}"
-
-    @property
-    def is_long(self) -> bool:
-        """True if it lasted for `STAY_S`."""
-        return self.until_s - self.since_s >= STAY_S
-
-
-def read_stays(folder: Path, rank_id: RankId) -> list[Stay]:
-    """Returns the last lines of code at which a rank stood for long, oldest first.
-
-    Args:
-        folder: The folder that was passed to `answer_when_asked`.
-        rank_id: The rank, dead or alive.
-    """
-    found = []
-    with suppress(OSError, ValueError):
-        text = read_foreign(folder / place_file(rank_id), limit_bytes=_PLACE_BYTES, within=folder, uid=os.getuid())
-        for line in text.decode("utf-8", errors="replace").split("\n")[2:-1]:
-            since, until, holder, place = line.split(" ", 3)
-            found.append(Stay(float(since), float(until), int(holder), place))
-    return found
-
-
-def phase_file(rank_id: RankId) -> str:
-    """Returns the name of the file in which a rank notes its phase."""
-    return f"phase_{rank_id.role}_{rank_id.rank}.txt"
 
 
 def note_phase(folder: Path, rank_id: RankId, phase: str | None) -> None:
@@ -167,82 +86,6 @@ def note_phase(folder: Path, rank_id: RankId, phase: str | None) -> None:
         logger.warning("%s cannot note its phase in %s: %s", rank_id, folder, lost)
 
 
-def read_phase(folder: Path, rank_id: RankId) -> str | None:
-    """Returns the phase that a rank has noted; None if it was outside of phases, or nobody knows.
-
-    Args:
-        folder: The folder that was passed to `answer_when_asked`.
-        rank_id: The rank, dead or alive.
-    """
-    with suppress(OSError):
-        text = read_foreign(folder / phase_file(rank_id), limit_bytes=_PLACE_BYTES, within=folder, uid=os.getuid())
-        return text.decode("utf-8", errors="replace") or None
-    return None
-
-
-def ranks_by_process(folder: Path) -> dict[int, RankId]:
-    """Returns the ranks that have noted where they are, by the ids of their processes, dead or alive.
-
-    Args:
-        folder: The folder that was passed to `answer_when_asked`.
-    """
-    found = {}
-    for file in folder.glob("place_*.txt"):
-        with suppress(OSError):
-            text = read_foreign(file, limit_bytes=_PLACE_BYTES, within=folder, uid=os.getuid())
-            pid = text.decode("utf-8", errors="replace").split("\n")[1:2]
-            rank_id = rank_of_place(file.name)
-            if rank_id is not None and pid and pid[0].isdecimal():
-                found[int(pid[0])] = rank_id
-    return found
-
-
-def rank_of_place(name: str) -> RankId | None:
-    """Returns the rank whose `place_file` has a name; None if it is no such file."""
-    return _rank_of(name, _PLACES)
-
-
-def rank_of_pipe(name: str) -> RankId | None:
-    """Returns the rank whose `request_pipe` has a name; None if it is no such pipe."""
-    return _rank_of(name, _PIPES)
-
-
-def _rank_of(name: str, patterns: Mapping[Role, re.Pattern[str]]) -> RankId | None:
-    for role, pattern in patterns.items():
-        if (found := pattern.fullmatch(name)) is not None:
-            return RankId(role, int(found[1]))
-    return None
-
-
-def failure_file(rank_id: RankId) -> str:
-    """Returns the name of the file that holds what a rank has failed with."""
-    return f"failure_{rank_id.role}_{rank_id.rank}.json"
-
-
-def kills_file(rank_id: RankId) -> str:
-    """Returns the name of the file in which a rank notes the OOM kills of its control group when it begins."""
-    return f"kills_{rank_id.role}_{rank_id.rank}.json"
-
-
-def exit_file(rank_id: RankId) -> str:
-    """Returns the name of the file in which a rank notes that it calls `os._exit`."""
-    return f"exit_{rank_id.role}_{rank_id.rank}.txt"
-
-
-def read_exit(folder: Path, rank_id: RankId) -> tuple[int, str] | None:
-    """Returns the status that a rank passed to `os._exit`, and the line of code of the call; None without a call.
-
-    Args:
-        folder: The folder that was passed to `answer_when_asked`.
-        rank_id: The rank.
-    """
-    with suppress(OSError, ValueError):
-        text = read_foreign(folder / exit_file(rank_id), limit_bytes=_PLACE_BYTES, within=folder, uid=os.getuid())
-        status, _, place = text.decode("utf-8", errors="replace").partition("\n")
-        return int(status), printable(place)
-    return None
-
-
 def _note_exit(file: Path) -> None:
     """Makes `os._exit` write a note first: it runs no handlers, and a launcher takes status 0 for success."""
     leave, pid = os._exit, os.getpid()
@@ -256,24 +99,6 @@ def _note_exit(file: Path) -> None:
         leave(status)
 
     os._exit = leave_with_a_note
-
-
-def fatal_file(rank_id: RankId) -> str:
-    """Returns the name of the file that a rank writes its stacks to when a signal like SIGABRT ends it."""
-    return f"fatal_{rank_id.role}_{rank_id.rank}.txt"
-
-
-def read_fatal(folder: Path, rank_id: RankId) -> str:
-    """Returns the stacks that a rank wrote when a signal ended it. Returns an empty text if it wrote none.
-
-    Args:
-        folder: The folder that was passed to `answer_when_asked`.
-        rank_id: The rank, dead or alive.
-    """
-    with suppress(OSError):
-        text = read_foreign(folder / fatal_file(rank_id), limit_bytes=_FATAL_BYTES, within=folder, uid=os.getuid())
-        return text.decode("utf-8", errors="replace")
-    return ""
 
 
 def _tell_fatal_signals(file: Path) -> None:
@@ -318,36 +143,6 @@ def leave_failure(folder: Path, error: Exception, rank_id: RankId, phase: str) -
         unfinished.rename(folder / failure_file(rank_id))
     except OSError as lost:
         logger.warning("%s cannot leave its failure in %s: %s", rank_id, folder, lost)
-
-
-def read_failure(folder: Path, rank_id: RankId) -> RunError | None:
-    """Reads the failure that `leave_failure` has written for a rank. Returns None if it has written none.
-
-    A file that cannot be read counts as none, and is logged.
-
-    Args:
-        folder: The folder that was passed to `answer_when_asked`.
-        rank_id: The rank, dead or alive.
-    """
-    file = folder / failure_file(rank_id)
-    try:
-        return report_from_text(read_foreign(file, limit_bytes=_FAILURE_BYTES, within=folder, uid=os.getuid()))
-    except FileNotFoundError:
-        return None  # it has left none
-    except (OSError, ValueError) as error:
-        logger.warning("%s cannot be read: %s", file, error)
-        return None
-
-
-def last_alive_s(folder: Path, rank_id: RankId) -> float | None:
-    """Returns the Unix time, in seconds, of a rank's last sign of life; None if there was none.
-
-    If the process has ended, it ended less than `ALIVE_EVERY_S` after this time, unless it was stopped before. Its
-    last note of where it was may be older: a process with many threads makes notes less often, because they cost more.
-    """
-    with suppress(OSError):
-        return (folder / place_file(rank_id)).lstat().st_mtime
-    return None
 
 
 def answer_when_asked(
@@ -401,11 +196,6 @@ def note_event(kind: str, error: BaseException, said: str) -> None:
     _events[kind] = printable(f"{said}{at}: {in_one_line(error)}"[:_EVENT_CHARACTERS])
 
 
-def events_of(text: str) -> list[str]:
-    """Returns the events that a rank has kept by `note_event`, oldest first, from the text of its stacks."""
-    return [line.removeprefix(_NOTED) for line in text.splitlines() if line.startswith(_NOTED)]
-
-
 def _note_ended_threads() -> None:
     """Notes each thread of this process that an exception ends. Calls the earlier hook, too."""
     before = threading.excepthook
@@ -432,33 +222,48 @@ def open_anew(file: Path, flag: int = 0) -> int:
     return os.open(file, flags | flag, 0o600)
 
 
+class _PlaceNotes:
+    """Writes this rank's `place_file`: where it is now, and where it stood for long."""
+
+    def __init__(self, file: Path, call_frame: CallFrame | None) -> None:
+        self._descriptor, self._call_frame = open_anew(file), call_frame
+        self._written, self._due_s = b"", time.monotonic()
+        self._stays: deque[Stay] = deque(maxlen=_STAYS)
+        self._now = Stay(unix_now(), unix_now(), 0, "")
+
+    def note(self) -> None:
+        """Notes where the rank is, if that is due; else only that it is alive."""
+        if time.monotonic() >= self._due_s:
+            began_s = time.thread_time()
+            self._look()
+            self._write()
+            self._due_s = time.monotonic() + (time.thread_time() - began_s) / NOTE_SHARE
+        os.utime(self._descriptor)
+
+    def _look(self) -> None:
+        place, now = _place_now(self._call_frame) or "", self._now
+        if place == now.place:
+            self._now = replace(now, until_s=unix_now(), holder=lock_holder() if now.is_long else 0)
+        else:
+            self._stays.extend([now] if now.is_long else [])
+            self._now = Stay(unix_now(), unix_now(), 0, place)
+
+    def _write(self) -> None:
+        long = [one for one in (*self._stays, self._now) if one.is_long and 0 < len(one.place) < _PLACE_CHARACTERS]
+        rest = "".join([f"\n{os.getpid()}\n", *(f"{stay}\n" for stay in long)]).encode(errors="replace")
+        text = self._now.place.encode(errors="replace")[: PLACE_BYTES - len(rest)] + rest
+        if text != self._written:
+            # In this order, so that a process killed in between leaves a line and a rest, never nothing.
+            os.pwrite(self._descriptor, text, 0)
+            os.ftruncate(self._descriptor, len(text))
+            self._written = text
+
+
 def _note_places(file: Path, call_frame: CallFrame | None, look: Callable[[], object]) -> None:
-    descriptor = open_anew(file)
-    written, due_s = b"", time.monotonic()
-    stays: deque[Stay] = deque(maxlen=_STAYS)
-    now = Stay(unix_now(), unix_now(), 0, "")
-    pause = threading.Event()
+    notes, pause = _PlaceNotes(file, call_frame), threading.Event()
     while True:
         with suppress(OSError):  # the disk is full: there may be room for the next note
-            if time.monotonic() >= due_s:
-                began_s = time.thread_time()
-                place = _place_now(call_frame) or ""
-                if place == now.place:
-                    now = replace(now, until_s=unix_now(), holder=lock_holder() if now.is_long else 0)
-                else:
-                    stays.extend([now] if now.is_long else [])
-                    now = Stay(unix_now(), unix_now(), 0, place)
-                told = "".join(
-                    f"{stay}\n" for stay in (*stays, now) if stay.is_long and 0 < len(stay.place) < _PLACE_CHARACTERS
-                )
-                rest = f"\n{os.getpid()}\n{told}".encode(errors="replace")
-                if (text := place.encode(errors="replace")[: _PLACE_BYTES - len(rest)] + rest) != written:
-                    # In this order, so that a process killed in between leaves a line and a rest, never nothing.
-                    os.pwrite(descriptor, text, 0)
-                    os.ftruncate(descriptor, len(text))
-                    written = text
-                due_s = time.monotonic() + (time.thread_time() - began_s) / NOTE_SHARE
-            os.utime(descriptor)
+            notes.note()
         look()
         pause.wait(ALIVE_EVERY_S)
 
@@ -483,7 +288,7 @@ def _place_now(call_frame: CallFrame | None) -> str | None:
 def _answer_requests(requests: int, stacks: int, folder: Path, rank_id: RankId) -> None:
     while os.read(requests, 1):
         with suppress(OSError):  # the disk is full: whoever asks finds no answer
-            text = own_stacks() + "".join(f"{_NOTED}{one}\n" for one in list(_events.values()))
+            text = own_stacks() + "".join(f"{NOTED}{one}\n" for one in list(_events.values()))
             os.write(stacks, text.encode(errors="replace"))
             if rank_id.role is Role.TRAINER:
                 _write_flights(folder, rank_id.rank)

@@ -19,13 +19,14 @@ from signal import SIGABRT
 from typing import Any
 
 from rl_safe_workers.control.deadline import attempt
-from rl_safe_workers.diagnostics.answering import ALIVE_EVERY_S, last_alive_s, stack_file
+from rl_safe_workers.diagnostics.answering import ALIVE_EVERY_S
 from rl_safe_workers.diagnostics.endings import Ending, joined
 from rl_safe_workers.diagnostics.flight_recorder import works_waited_in
 from rl_safe_workers.diagnostics.hang import Wait, at_the_end, home_of, judge, keep, wait_of, waiting_for_others
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks
 from rl_safe_workers.diagnostics.log_lines import ADVICE, OF_FOREIGN, Fault
 from rl_safe_workers.diagnostics.mismatch import Mismatch, find_mismatch
+from rl_safe_workers.diagnostics.rank_files import last_alive_s, stack_file
 from rl_safe_workers.diagnostics.stacks import CallFrame
 from rl_safe_workers.errors import (
     Cause,

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rl_safe_workers.control.deadline import Deadline, attempt
-from rl_safe_workers.diagnostics.answering import stack_file
 from rl_safe_workers.diagnostics.flight_recorder import Work, works_waited_in
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess
+from rl_safe_workers.diagnostics.rank_files import stack_file
 from rl_safe_workers.diagnostics.verdict_file import VERDICT_FILE
 from rl_safe_workers.errors import THE_DRIVER, PhaseTimeoutError, RankError, RunError, StoreLostError, Victim, during
 from rl_safe_workers.frames import own_stacks

@@ -21,9 +21,14 @@ import psutil
 
 from rl_safe_workers import env
 from rl_safe_workers.control.deadline import Deadline, attempt
-from rl_safe_workers.diagnostics.answering import (
+from rl_safe_workers.diagnostics.answering import STACK_SIGNAL
+from rl_safe_workers.diagnostics.awaited_children import Child, children_of, waits_for_a_child
+from rl_safe_workers.diagnostics.endings import Ending, Signs, ending_of, look_around
+from rl_safe_workers.diagnostics.flight_recorder import Record, read_flights
+from rl_safe_workers.diagnostics.log_lines import Fault
+from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, look_at, told_of_exit
+from rl_safe_workers.diagnostics.rank_files import (
     GLOO_FLIGHTS,
-    STACK_SIGNAL,
     events_of,
     kills_file,
     last_alive_s,
@@ -36,11 +41,6 @@ from rl_safe_workers.diagnostics.answering import (
     read_place,
     stack_file,
 )
-from rl_safe_workers.diagnostics.awaited_children import Child, children_of, waits_for_a_child
-from rl_safe_workers.diagnostics.endings import Ending, Signs, ending_of, look_around
-from rl_safe_workers.diagnostics.flight_recorder import Record, read_flights
-from rl_safe_workers.diagnostics.log_lines import Fault
-from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, look_at, told_of_exit
 from rl_safe_workers.diagnostics.stacks import CallFrame, Stack, is_cut_off, py_spy
 from rl_safe_workers.diagnostics.stopped import read_stops
 from rl_safe_workers.diagnostics.thread_waits import wait_of_thread

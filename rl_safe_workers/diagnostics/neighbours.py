@@ -30,13 +30,8 @@ from rl_safe_workers.control.deadline import Background, Deadline
 from rl_safe_workers.diagnostics.answering import (
     ALIVE_EVERY_S,
     answer_when_asked,
-    failure_file,
     leave_failure,
     note_phase,
-    read_failure,
-    read_phase,
-    read_place,
-    read_stays,
     start_thread,
 )
 from rl_safe_workers.diagnostics.diagnosis import Diagnosis, Reports, diagnose
@@ -44,6 +39,7 @@ from rl_safe_workers.diagnostics.exit_statuses import EndWatch
 from rl_safe_workers.diagnostics.inquiry import RankProcess
 from rl_safe_workers.diagnostics.log_lines import Fault
 from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, GONE, STOPPED_BY_SIGNAL
+from rl_safe_workers.diagnostics.rank_files import failure_file, read_failure, read_phase, read_place, read_stays
 from rl_safe_workers.diagnostics.stopped import Stop, StoppedProcess, StopWatch, read_stops, stopped_process
 from rl_safe_workers.diagnostics.verdict_file import VERDICT_FILE, KeptVerdict, read_verdict
 from rl_safe_workers.errors import (

@@ -27,8 +27,9 @@ from typing import Generic, NamedTuple, TypeVar
 import psutil
 
 from rl_safe_workers import env
-from rl_safe_workers.diagnostics.answering import open_anew, ranks_by_process, read_place, start_thread
+from rl_safe_workers.diagnostics.answering import open_anew, start_thread
 from rl_safe_workers.diagnostics.proc_facts import GONE, NO_PROCESS, STOPPED_BY_SIGNAL
+from rl_safe_workers.diagnostics.rank_files import ranks_by_process, read_place
 from rl_safe_workers.errors import RankError, Stopped
 from rl_safe_workers.foreign_files import read_foreign
 from rl_safe_workers.lifecycle import unix_now

@@ -24,8 +24,8 @@ from megatron.core import parallel_state
 
 from rl_safe_workers import bootstrap, guard, teardown
 from rl_safe_workers.diagnostics import neighbours
-from rl_safe_workers.diagnostics.answering import Stay
 from rl_safe_workers.diagnostics.neighbours import Neighbours
+from rl_safe_workers.diagnostics.rank_files import Stay
 from rl_safe_workers.errors import RankError, ResourceError, Victim
 from rl_safe_workers.ranks import trainer_id
 from rl_safe_workers.worlds.address import StoreAddress

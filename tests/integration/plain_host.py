@@ -27,9 +27,9 @@ from torch.distributed import TCPStore  # noqa: E402
 
 from rl_safe_workers.control.plane import ControlPlane  # noqa: E402
 from rl_safe_workers.control.seal import new_secret  # noqa: E402
-from rl_safe_workers.diagnostics.answering import last_alive_s  # noqa: E402
 from rl_safe_workers.diagnostics.diagnosis import diagnose  # noqa: E402
 from rl_safe_workers.diagnostics.inquiry import RankProcess  # noqa: E402
+from rl_safe_workers.diagnostics.rank_files import last_alive_s  # noqa: E402
 from rl_safe_workers.ranks import trainer_id, trainer_ids  # noqa: E402
 from tests.integration import plain_rank  # noqa: E402
 

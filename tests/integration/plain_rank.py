@@ -15,7 +15,8 @@ from torch.distributed import TCPStore
 
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.plane import ControlPlane
-from rl_safe_workers.diagnostics.answering import answer_when_asked, read_place
+from rl_safe_workers.diagnostics.answering import answer_when_asked
+from rl_safe_workers.diagnostics.rank_files import read_place
 from rl_safe_workers.ranks import trainer_id, trainer_ids
 
 SIZE = 4

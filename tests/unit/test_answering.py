@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from rl_safe_workers import frames
-from rl_safe_workers.diagnostics.answering import (
+from rl_safe_workers.diagnostics.answering import leave_failure, note_phase, start_thread
+from rl_safe_workers.diagnostics.inquiry import RankProcess, ask_ranks
+from rl_safe_workers.diagnostics.rank_files import (
     GLOO_FLIGHTS,
     failure_file,
-    leave_failure,
-    note_phase,
     place_file,
     read_failure,
     read_fatal,
@@ -31,9 +31,7 @@ from rl_safe_workers.diagnostics.answering import (
     read_place,
     read_stays,
     request_pipe,
-    start_thread,
 )
-from rl_safe_workers.diagnostics.inquiry import RankProcess, ask_ranks
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, Raised, RankError
 from rl_safe_workers.frames import Frame, frames_of_thread, place_of, relative, telling_frame
 from rl_safe_workers.ranks import trainer_id

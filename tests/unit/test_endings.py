@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from rl_safe_workers.diagnostics import endings
-from rl_safe_workers.diagnostics.answering import kills_file, note_kills
+from rl_safe_workers.diagnostics.answering import note_kills
 from rl_safe_workers.diagnostics.diagnosis import diagnose, diagnose_answers
 from rl_safe_workers.diagnostics.endings import (
     Ending,
@@ -30,6 +30,7 @@ from rl_safe_workers.diagnostics.endings import (
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks
 from rl_safe_workers.diagnostics.log_lines import ADVICE, Fault, fault_of_kernel_line
 from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, look_at
+from rl_safe_workers.diagnostics.rank_files import kills_file
 from rl_safe_workers.diagnostics.stacks import Stack
 from rl_safe_workers.errors import Awaited, Died, PhaseTimeoutError, RankError
 from rl_safe_workers.frames import Frame

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from rl_safe_workers import env
-from rl_safe_workers.diagnostics.answering import place_file
 from rl_safe_workers.diagnostics.diagnosis import diagnose
 from rl_safe_workers.diagnostics.inquiry import RankProcess
+from rl_safe_workers.diagnostics.rank_files import place_file
 from rl_safe_workers.diagnostics.stopped import (
     Changes,
     MachineWatch,

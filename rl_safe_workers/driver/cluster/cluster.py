@@ -20,11 +20,11 @@ from rl_safe_workers import env
 from rl_safe_workers.compat.ray_tables import actor_id, actor_table, death_in_words, logs_folder
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.control.deadline import attempt
-from rl_safe_workers.diagnostics.answering import read_place
 from rl_safe_workers.diagnostics.endings import ending_by_ray, joined, look_around
 from rl_safe_workers.diagnostics.hang import collect_evidence
 from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess, ask_ranks, ending_here, processes_of_run
 from rl_safe_workers.diagnostics.log_lines import ADVICE
+from rl_safe_workers.diagnostics.rank_files import read_place
 from rl_safe_workers.diagnostics.stopped import MachineWatch, Stop, read_stops
 from rl_safe_workers.driver.cluster.actor_group import ActorRef, listed_actors
 from rl_safe_workers.driver.cluster.actors import CALL_FRAME, RolloutActor, TrainerActor
