@@ -180,6 +180,46 @@ def judge(
     Returns:
         The verdict, and the facts behind it as JSON values.
     """
+    blame = _blame(error, wait, answers, is_whole=is_whole)
+    works = works_waited_in(answers.records, _training_ranks(blame.missing))
+    if blame.all_wait is None:
+        said = verdict(blame.wait, blame.missing, answers, works, target=target, unknown=blame.unknown)
+        hang = Hang(verdict=said, culprits=blame.culprits or None)
+    else:
+        said = "; ".join([f"hang: {blame.all_wait.said}", *_kept_in(target)])
+        hang = Hang(verdict=said, culprits=blame.all_wait.odd, advice=blame.all_wait.advice)
+    return hang, {
+        "verdict": hang.verdict,
+        "error": None if error is None else f"{type(error).__name__}: {error}",
+        "wait": {
+            "phase": wait.phase,
+            "group": wait.group,
+            "waited_s": wait.waited_s,
+            "arrived": sorted(blame.wait.arrived),
+            "missing": sorted(blame.missing),
+            "unknown": sorted(blame.unknown),
+        },
+        "works": {rank: asdict(work) for rank, work in works.items()},
+        "actors": [_as_json(one, answers) for one in answers.ranks],
+        "silent_nodes": list(answers.silent),
+    }
+
+
+class _Blame(NamedTuple):
+    """The ranks that the others wait for, as the answers show them."""
+
+    wait: Wait
+    """The wait that the error tells of. Missing ranks that wait for others themselves count as arrived."""
+    missing: frozenset[RankId]
+    culprits: frozenset[RankId]
+    """The missing ranks that the answers blame; empty if they blame nobody. Then the error's word stands."""
+    unknown: frozenset[RankId]
+    """Missing ranks that may wait for others themselves."""
+    all_wait: AllWait | None
+    """Set if no rank is missing."""
+
+
+def _blame(error: BaseException | None, wait: Wait, answers: Answers, *, is_whole: bool) -> _Blame:
     missing = _in_calls(wait, answers) - wait.arrived if wait.missing is None else wait.missing
     waiting = missing & waiting_for_others(answers)
     culprits = _culprits(missing - waiting, answers) if waiting else frozenset[RankId]()
@@ -189,36 +229,13 @@ def judge(
         held = {one: spots[one] for one in waiting if one in spots}
         all_wait = _if_all_wait(error, wait, missing, held, answers, is_whole=is_whole)
     elif missing <= waiting and wait.arrived <= spots.keys() and (odd := odd_ones(spots)):
-        rest = frozenset(spots) - odd
-        culprits, waiting = odd, rest
-        others = f"{name_ranks(rest)} {'is' if len(rest) == 1 else 'are'} {spots[min(rest)]}"
+        culprits, waiting = odd, frozenset(spots) - odd
+        others = f"{name_ranks(waiting)} {'is' if len(waiting) == 1 else 'are'} {spots[min(waiting)]}"
         wait = replace(wait, detail="; ".join([*([wait.detail] if wait.detail else []), others]))
-    unknown = frozenset[RankId]()
-    if culprits:
-        missing, unknown = culprits, missing - waiting - culprits
-        wait = replace(wait, missing=missing, arrived=wait.arrived | waiting)
-    works = works_waited_in(answers.records, _training_ranks(missing))
-    if all_wait is None:
-        said = verdict(wait, missing, answers, works, target=target, unknown=unknown)
-        hang = Hang(verdict=said, culprits=culprits or None)
-    else:
-        said = "; ".join([f"hang: {all_wait.said}", *_kept_in(target)])
-        hang = Hang(verdict=said, culprits=all_wait.odd, advice=all_wait.advice)
-    return hang, {
-        "verdict": hang.verdict,
-        "error": None if error is None else f"{type(error).__name__}: {error}",
-        "wait": {
-            "phase": wait.phase,
-            "group": wait.group,
-            "waited_s": wait.waited_s,
-            "arrived": sorted(wait.arrived),
-            "missing": sorted(missing),
-            "unknown": sorted(unknown),
-        },
-        "works": {rank: asdict(work) for rank, work in works.items()},
-        "actors": [_as_json(one, answers) for one in answers.ranks],
-        "silent_nodes": list(answers.silent),
-    }
+    if not culprits:
+        return _Blame(wait, missing, culprits, frozenset(), all_wait)
+    told = replace(wait, missing=culprits, arrived=wait.arrived | waiting)
+    return _Blame(told, culprits, culprits, missing - waiting - culprits, all_wait)
 
 
 def _in_calls(wait: Wait, answers: Answers) -> frozenset[RankId]:
