@@ -61,6 +61,8 @@ class WeightSync(Part):
         self._digests: SentDigests | None = None
         """Digests of the current sync; None if it takes no digests."""
         self._colocated = False
+        self._on_its_way: Callable[[], None] | None = None
+        """Waits for the last broadcast that was started; None before the first one of a sync."""
         self._outgoing: Outgoing | None = None
         self._buckets: dict[int, tuple[list[Bucket], Adjacent]] = {}
         """Buckets and their `adjacent_in`, by ``bucket_bytes``."""
@@ -203,38 +205,27 @@ class WeightSync(Part):
             self.leave(failed=True)
         elif group is not None:
             group.limit(_PAIR_SHARE * self.rank.remaining())
-        on_its_way: Callable[[], None] | None = None
         failed_now: Failure | None = None
+        self._on_its_way = None
         try:
-            for number, bucket in enumerate(buckets):
-                # Without memory this rank packs nothing. If others need its weights, `_agree` has raised before.
-                buffer = buffers[number % len(buffers)][: bucket.size_bytes] if buffers else None
-                if buffer is None:
-                    break
+            # Without memory this rank packs nothing. If others need its weights, `_agree` has raised before.
+            for number, bucket in enumerate(buckets if buffers else []):
+                buffer = buffers[number % len(buffers)][: bucket.size_bytes]
                 failed_now = self._pack(bucket, weights, buffer)
                 if self._colocated and self.rank.training_size > 1:
                     # Each trainer passes everything on to the rollout rank beside it.
                     dist.broadcast(buffer, group_src=bucket.source, group=dist.group.WORLD)
-                if failure is None and failed_now is None and group is not None:
-                    try:
-                        started = group.broadcast(buffer, source=bucket.source)
-                        # Wait only now, so that this bucket is packed while the previous one is sent.
-                        if on_its_way is not None:
-                            on_its_way()
-                        on_its_way = started
-                    except WeightSyncError as error:
-                        failed_now = Failure.of(error)
-                if failure is None and failed_now is not None:
-                    failure, on_its_way = failed_now, None
+                if failure is not None:
+                    continue
+                failure = failed_now or self._pass_on(bucket, buffer)
+                if failure is not None:
                     self.leave(failed=True)
             if failure is None and next(weights, None) is not None:
                 failure = Failure("the model has more weights than were announced")
         except Exception as error:  # the other ranks wait for this rank in `_agree`
             failure = failure or failed_now or Failure.of(error)
             self.leave(failed=True)
-        if failure is None and group is not None:
-            failure = self._flush(group, on_its_way)
-        return failure
+        return failure or self._flush()
 
     def _pack(self, bucket: Bucket, weights: Items, buffer: torch.Tensor) -> Failure | None:
         assert self._outgoing is not None, "send_weights has checked this"
@@ -245,11 +236,26 @@ class WeightSync(Part):
             return Failure.of(error)
         return None
 
-    def _flush(self, group: JointGroup | GpuPair, on_its_way: Callable[[], None] | None) -> Failure | None:
+    def _pass_on(self, bucket: Bucket, buffer: torch.Tensor) -> Failure | None:
+        """Starts to send a packed bucket to the rollout ranks, and waits for the previous one."""
+        assert self.joint_group is not None, "a rank without it has failed before"
         try:
-            if on_its_way is not None:
-                on_its_way()
-            group.flush(_FLUSH_SHARE * self.rank.remaining())
+            started = self.joint_group.broadcast(buffer, source=bucket.source)
+            # Wait only now, so that this bucket is packed while the previous one is sent.
+            if self._on_its_way is not None:
+                self._on_its_way()
+        except WeightSyncError as error:
+            return Failure.of(error)
+        self._on_its_way = started
+        return None
+
+    def _flush(self) -> Failure | None:
+        assert self.joint_group is not None, "a rank without it has failed before"
+        last, self._on_its_way = self._on_its_way, None
+        try:
+            if last is not None:
+                last()
+            self.joint_group.flush(_FLUSH_SHARE * self.rank.remaining())
         except WeightSyncError as error:
             return Failure.of(error)
         return None
