@@ -1,4 +1,4 @@
-"""Marks each test with the folder that it lies in, and skips GPU tests where there is no GPU."""
+"""Marks each test with the folder that it lies in, and leaves out what needs an option or a GPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ KINDS = ("unit", "distributed", "integration", "nodes", "gpu")
 TESTS = Path(__file__).parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-case", action="store_true", help="also run the cases marked every_case")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest applies -m
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--every-case"):
+        deselect(config, items, "every_case")
     for item in items:
         kind = item.path.relative_to(TESTS).parts[0]
         if kind in KINDS:

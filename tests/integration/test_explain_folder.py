@@ -44,9 +44,9 @@ def left_by(command: list[str], folder: Path) -> Explanation:
     [
         ("killed", Fault.SILENT_END),  # Ray does not tell SIGKILL from an exit
         ("crashes", Fault.SIGNAL),
-        ("import", Fault.IMPORT),
+        pytest.param("import", Fault.IMPORT, marks=pytest.mark.every_case),
         ("raises", Fault.RAISED),
-        ("full", Fault.NO_SPACE),
+        pytest.param("full", Fault.NO_SPACE, marks=pytest.mark.every_case),
     ],
 )
 def test_the_actor_that_ended_a_ray_job_is_named(how: str, cause: Fault, folder: Path) -> None:
@@ -59,7 +59,12 @@ def test_the_actor_that_ended_a_ray_job_is_named(how: str, cause: Fault, folder:
 
 
 @pytest.mark.parametrize(
-    ("how", "cause"), [("killed", Fault.SIGNAL), ("raises", Fault.RAISED), ("import", Fault.IMPORT)]
+    ("how", "cause"),
+    [
+        ("killed", Fault.SIGNAL),
+        ("raises", Fault.RAISED),
+        pytest.param("import", Fault.IMPORT, marks=pytest.mark.every_case),
+    ],
 )
 def test_the_rank_that_ended_a_torchrun_job_is_named(how: str, cause: Fault, folder: Path) -> None:
     options = ["--nproc-per-node", "3", "--standalone", "--log-dir", str(folder / "logs"), "--redirects", "3"]

@@ -113,7 +113,11 @@ def explained(folder: Path, called: int, other_method: str = "", job_text: str =
 
 
 # With a coroutine among its methods, Ray runs all methods of an actor on a thread beside the main one. So are verl's.
-@pytest.mark.parametrize("other_method", ["", "async def sync(self): ..."], ids=["of_methods", "of_coroutines"])
+@pytest.mark.parametrize(
+    "other_method",
+    ["", pytest.param("async def sync(self): ...", marks=pytest.mark.every_case)],
+    ids=["of_methods", "of_coroutines"],
+)
 def test_the_actor_that_the_others_wait_for_is_named(folder: Path, other_method: str) -> None:
     found = explained(folder, 3, other_method)
     (culprit,) = found["culprits"]

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.integration.runs import SMALL, Outcome, finish, rl_safe
 
 STEPS = "trainer.total_training_steps=3"
@@ -31,6 +33,7 @@ def assert_failed(outcome: Outcome, message: str) -> None:
     assert outcome.left == []
 
 
+@pytest.mark.every_case
 def test_a_rollout_rank_that_raises_is_named(moe_model: Path, tmp_path: Path) -> None:
     # As long as the longest message, which is all that is counted before the start: the chat template adds to it.
     command = rl_safe("quickstart.yaml", f"model.path={moe_model}", STEPS, *SMALL, "data.max_prompt_length=22")

@@ -74,6 +74,7 @@ def test_a_trainer_that_is_stopped_between_two_phases_is_named_and_the_run_ends_
     assert ended_s - float(fault.struck.read_text()) < ENDS_S
 
 
+@pytest.mark.every_case
 def test_a_trainer_that_is_killed_is_told_with_what_is_known(
     moe_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,7 +98,7 @@ FOR_TOO_LONG = r"training rank 1 on {node} is stopped in phase train, last seen 
     [
         (signal.SIGKILL, 0, r"training rank 1 on {node} died in phase train, last seen at \S+:\d+ \(stand\)$"),
         (signal.SIGSTOP, 0, r"training rank 1 on {node} is stopped in phase train(, last seen)? at \S+:\d+ \(stand\)$"),
-        pytest.param(signal.SIGSTOP, 3, FOR_TOO_LONG, marks=pytest.mark.every_phase),
+        pytest.param(signal.SIGSTOP, 3, FOR_TOO_LONG, marks=pytest.mark.every_case),
     ],
     ids=["killed", "stopped", "stopped for too long"],
 )

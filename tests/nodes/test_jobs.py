@@ -134,7 +134,7 @@ QUICK_STOP, QUICK_LOSS = (Phase.TRAIN,), (Phase.SAVE,)
 
 
 def phases(quick: tuple[Phase, ...]) -> list[object]:
-    return [pytest.param(p, id=str(p), marks=() if p in quick else pytest.mark.every_phase) for p in PHASES]
+    return [pytest.param(p, id=str(p), marks=() if p in quick else pytest.mark.every_case) for p in PHASES]
 
 
 @pytest.mark.parametrize("phase", phases(QUICK_STOP))
@@ -187,7 +187,7 @@ def test_a_rank_that_hangs_is_found_where_it_is_on_whichever_node(
     assert three_nodes.left_of_runs() == []
 
 
-@pytest.mark.parametrize("kind", [Kind.STOP, pytest.param(Kind.KILL, marks=pytest.mark.every_phase)])
+@pytest.mark.parametrize("kind", [Kind.STOP, pytest.param(Kind.KILL, marks=pytest.mark.every_case)])
 def test_an_engine_that_is_lost_on_another_node_is_replaced_there(
     kind: Kind, three_nodes: LocalCluster, mended: Callable[[], None], moe_model: Path, tmp_path: Path
 ) -> None:
@@ -252,7 +252,7 @@ def test_a_node_that_is_lost_is_named_and_the_run_ends(
     mended()
 
 
-@pytest.mark.every_phase
+@pytest.mark.every_case
 def test_a_run_that_may_start_again_goes_on_without_the_node(
     three_nodes: LocalCluster, mended: Callable[[], None], moe_model: Path, tmp_path: Path
 ) -> None:
@@ -305,7 +305,7 @@ def test_too_few_nodes_are_refused_with_what_is_missing(
         pytest.param(
             "rl_safe_workers/more.py",
             r"runs other code of rl_safe_workers \(\w{12}, the driver \w{12}\)",
-            marks=pytest.mark.every_phase,
+            marks=pytest.mark.every_case,
         ),
         # A module by the package's name, which hides the one that is installed.
         ("rl_safe_workers.py", r"has no rl_safe_workers \(install the wheel there, or submit the job with .*\)"),

@@ -14,12 +14,12 @@ collect_ignore_glob = [] if HAS_SWIFT else ["test_*.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every-failure", action="store_true", help="also run the cases marked every_failure")
+    parser.addoption("--every-case", action="store_true", help="also run the cases marked every_case")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--every-failure"):
-        left_out = [item for item in items if item.get_closest_marker("every_failure")]
+    if not config.getoption("--every-case"):
+        left_out = [item for item in items if item.get_closest_marker("every_case")]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
 

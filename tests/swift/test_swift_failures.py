@@ -1,6 +1,6 @@
 """Failures and exits of whole ``megatron`` commands, under torchrun, as users start them.
 
-All of them: scripts/test --swift --every-failure, which also runs stock ms-swift beside ours and prints a table.
+All of them: scripts/test --swift --every-case, which also runs stock ms-swift beside ours and prints a table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SETTINGS = {
 PLACES, WAYS = ("before", "step", "save", "export"), ("raise", "kill", "hang")
 SAMPLE = {("step", "hang"), ("save", "raise")}
 CASES = [
-    pytest.param(place, way, marks=() if (place, way) in SAMPLE else pytest.mark.every_failure, id=f"{place}-{way}")
+    pytest.param(place, way, marks=() if (place, way) in SAMPLE else pytest.mark.every_case, id=f"{place}-{way}")
     for place in PLACES
     for way in WAYS
 ]
@@ -78,7 +78,7 @@ def test_a_rank_that_stays_stopped_is_named_long_before_the_timeout_of_its_phase
     assert re.search(f"the job has failed on training rank 1: {told}", end.output), end.output[-4000:]
 
 
-@pytest.mark.every_failure
+@pytest.mark.every_case
 @pytest.mark.parametrize(("place", "way"), [(place, way) for place in PLACES for way in WAYS])
 def test_stock_beside_it(place: str, way: str, inputs: Path, tmp_path: Path, rows: list[str]) -> None:
     end = broken(tmp_path / "job", inputs, place, way, ours=False)
@@ -87,7 +87,7 @@ def test_stock_beside_it(place: str, way: str, inputs: Path, tmp_path: Path, row
     assert way != "hang" or end.status is None
 
 
-@pytest.mark.every_failure
+@pytest.mark.every_case
 @pytest.mark.timeout(3600)
 def test_fifty_jobs_end_within_five_seconds(forge: Forge, inputs: Path, tmp_path: Path, rows: list[str]) -> None:
     seconds = []

@@ -23,7 +23,7 @@ LAYOUTS = {
     "ep2": (2, ("--expert_model_parallel_size", "2")),
     "pp2-ep2": (4, ("--pipeline_model_parallel_size", "2", "--expert_model_parallel_size", "2")),
 }
-MORE = {"pp2-ep2": pytest.mark.every_failure}
+MORE = {"pp2-ep2": pytest.mark.every_case}
 TIMEOUT_S = 15.0
 AMPLE_S = 120.0
 SHORT = {
@@ -43,7 +43,7 @@ def settings_of(place: str) -> dict[str, object]:
 PLACES, WAYS = ("generation", "export_weights", "step", "save"), ("raise", "kill", "hang")
 SAMPLE = {("generation", "hang")}
 CASES = [
-    pytest.param(place, way, marks=() if (place, way) in SAMPLE else pytest.mark.every_failure, id=f"{place}-{way}")
+    pytest.param(place, way, marks=() if (place, way) in SAMPLE else pytest.mark.every_case, id=f"{place}-{way}")
     for place in PLACES
     for way in WAYS
 ]
@@ -186,7 +186,7 @@ def test_a_server_generates_as_with_stock(forge: Forge, inputs: Path, tmp_path: 
     "breaks",
     [
         "generate:hang",
-        *(pytest.param(one, marks=pytest.mark.every_failure) for one in ("generate:kill", "load:hang", "load:kill")),
+        *(pytest.param(one, marks=pytest.mark.every_case) for one in ("generate:kill", "load:hang", "load:kill")),
     ],
 )
 def test_a_server_that_is_silent_or_dead_is_named(breaks: str, forge: Forge, inputs: Path, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_a_sync_that_is_wrong_twice_ends_the_job_with_the_name(faulty: Job) -> N
         ]
 
 
-@pytest.mark.every_failure
+@pytest.mark.every_case
 def test_a_driver_of_ray_mode_names_wrong_weights_and_ends_the_job(inputs: Path, tmp_path: Path) -> None:
     end = run_ray(
         tmp_path / "job",

@@ -1,6 +1,6 @@
 """ms-swift's Ray mode, with real Ray: a good run, and one training actor of two that fails.
 
-All failures: scripts/test --swift --every-failure, which also runs stock ms-swift beside ours and prints a table.
+All failures: scripts/test --swift --every-case, which also runs stock ms-swift beside ours and prints a table.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOLD = {
 """The first line of the verdict; a killed rank may have come further than where it was last seen."""
 SAMPLE = {("step", "raise")}
 CASES = [
-    pytest.param(place, way, marks=() if (place, way) in SAMPLE else pytest.mark.every_failure, id=f"{place}-{way}")
+    pytest.param(place, way, marks=() if (place, way) in SAMPLE else pytest.mark.every_case, id=f"{place}-{way}")
     for place in PLACES
     for way in WAYS
 ]
@@ -88,7 +88,7 @@ def test_the_sockets_of_weights_are_the_jobs_own(own: tuple[Path, End]) -> None:
     assert not any("swift-rollout-zmq" in name for name in names), "another job on this machine has the same"
 
 
-@pytest.mark.every_failure
+@pytest.mark.every_case
 def test_the_losses_are_those_of_stock_to_the_last_bit(own: tuple[Path, End], inputs: Path, tmp_path: Path) -> None:
     stock = run_ray(tmp_path / "job", inputs, ours=False, limit_s=300)
     assert stock.status == 0, stock.output[-4000:]
@@ -109,7 +109,7 @@ def test_a_failing_actor_ends_the_driver_which_names_it(
     assert (Path(end.verdict[2].removeprefix("evidence in ")) / "verdict.json").is_file()
 
 
-@pytest.mark.every_failure
+@pytest.mark.every_case
 def test_engines_that_hang_are_named_by_replica(inputs: Path, tmp_path: Path) -> None:
     end = run_ray(tmp_path / "job", inputs, ours=True, settings=SETTINGS, BREAK_ENGINE="generate:hang")
     assert end.status == 1, end.output[-4000:]
@@ -119,7 +119,7 @@ def test_engines_that_hang_are_named_by_replica(inputs: Path, tmp_path: Path) ->
     )
 
 
-@pytest.mark.every_failure
+@pytest.mark.every_case
 @pytest.mark.parametrize(("place", "way"), [(place, way) for place in PLACES for way in WAYS])
 def test_stock_beside_it(place: str, way: str, inputs: Path, tmp_path: Path, rows: list[str]) -> None:
     end = run_ray(tmp_path / "job", inputs, ours=False, BREAK=f"{place}:{way}")

@@ -13,7 +13,7 @@ INVENTORY = HERE / "inventory" / "inventory_plugin.py"
 LIMIT_S = 1500.0
 
 
-@pytest.mark.every_failure
+@pytest.mark.every_case
 @pytest.mark.timeout(3600)
 def test_a_save_takes_a_twentieth_of_stocks_time(forge: Forge, inputs: Path, tmp_path: Path) -> None:
     found = {}

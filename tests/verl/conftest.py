@@ -13,12 +13,12 @@ collect_ignore_glob = [] if importlib.util.find_spec("verl") else ["test_*.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every-failure", action="store_true", help="also run the cases marked every_failure")
+    parser.addoption("--every-case", action="store_true", help="also run the cases marked every_case")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--every-failure"):
-        deselect(config, items, "every_failure")
+    if not config.getoption("--every-case"):
+        deselect(config, items, "every_case")
 
 
 @pytest.fixture(scope="session")

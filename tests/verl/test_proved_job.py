@@ -27,7 +27,7 @@ def _told(names: Sequence[str]) -> str:
     return "; ".join(rf"rollout rank 0: {re.escape(name)}: sent [0-9a-f]{{16}}, held [0-9a-f]{{16}}" for name in names)
 
 
-@pytest.mark.every_failure
+@pytest.mark.every_case
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not (OF_VLLM / "vllm").is_dir(), reason="vLLM's environment is not there: scripts/setup test")
 def test_wrong_weights_in_an_engine_are_named_and_end_the_job_if_the_sync_is_wrong_twice(tmp_path: Path) -> None:

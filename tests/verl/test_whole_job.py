@@ -46,7 +46,7 @@ def _job(folder: Path, *overrides: str, fault: str = "") -> tuple[int, str, floa
     return status, output, took_s
 
 
-@pytest.mark.every_failure  # test_submitted_job.py runs the same job on a Ray that is there
+@pytest.mark.every_case  # test_submitted_job.py runs the same job on a Ray that is there
 @pytest.mark.timeout(600)
 def test_a_job_trains_and_gives_its_communicators_away_between_updates(tmp_path) -> None:
     status, output, _ = _job(tmp_path, "actor_rollout_ref.rl_safe.release_comms=true")
@@ -108,7 +108,7 @@ UNBOUND = ("trainer_stopped_for_too_long", "agent_loop_killed")
 """Faults that are seen long before a deadline."""
 SAMPLE = ("agent_loop_killed",)
 """Beside it, the sample of the diagnosis has an engine that hangs in a sync, and a rank stopped in a save."""
-CASES = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.every_failure) for name in FAULTS]
+CASES = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.every_case) for name in FAULTS]
 
 
 @pytest.mark.timeout(600)
