@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ TESTS = Path(__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every-case", action="store_true", help="also run the cases marked every_case")
+    """Adds ``--every-case``. The conftest of a folder with a root of its own imports this, too."""
+    with suppress(ValueError):  # it is there already
+        parser.addoption("--every-case", action="store_true", help="also run the cases marked every_case")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest applies -m

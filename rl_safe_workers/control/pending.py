@@ -176,7 +176,7 @@ class PendingDecision:
         self._error = self._error or error
         failure = Failure.of(error, otherwise=self._error_class)
         is_full = classify(error) is ForeignCause.NO_SPACE
-        return replace(failure, text=f"{failure.text}: free space on that disk") if is_full else failure
+        return replace(failure, text=f"{failure.text}: free some space on its disk") if is_full else failure
 
     def _reports(self, deadline: Deadline) -> list[Any] | Exception:
         """Returns every rank's report, or the error that prevents a decision."""

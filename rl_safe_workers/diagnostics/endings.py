@@ -173,7 +173,7 @@ def ending_of(
         exit_code: Its exit code, negative for a signal; None if nobody can tell.
         kills: The file that `answering.note_kills` wrote for it; None if it wrote none.
         noted_s: Unix time, in seconds, when it was last known to live; None if nobody knows.
-        last_stacks: From `answering.read_fatal`.
+        last_stacks: From `rank_files.read_fatal`.
     """
     since_s = 0.0 if noted_s is None else noted_s - _SLACK_S
     lines = [line for line in signs.kernel.lines if line.at_s >= since_s]

@@ -209,14 +209,14 @@ class _Blame(NamedTuple):
     """The ranks that the others wait for, as the answers show them."""
 
     wait: Wait
-    """The wait that the error tells of. Missing ranks that wait for others themselves count as arrived."""
+    """The wait that the error tells of. If there are culprits, the missing ranks that wait for others have arrived."""
     missing: frozenset[RankId]
     culprits: frozenset[RankId]
-    """The missing ranks that the answers blame; empty if they blame nobody. Then the error's word stands."""
+    """The missing ranks that the answers blame. If there are none, the ranks that the error names stay to blame."""
     unknown: frozenset[RankId]
     """Missing ranks that may wait for others themselves."""
     all_wait: AllWait | None
-    """Set if no rank is missing."""
+    """Where all ranks wait, if no rank is missing; else None."""
 
 
 def _blame(error: BaseException | None, wait: Wait, answers: Answers, *, is_whole: bool) -> _Blame:

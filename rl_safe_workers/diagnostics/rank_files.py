@@ -13,8 +13,8 @@ Up to nine files for each rank:
     exit_<role>_<rank>.txt     the status that the process passed to `os._exit`, and the line of code of that call
     fatal_<role>_<rank>.txt    the stacks at a signal such as SIGSEGV that ends the process, if faulthandler was off
 
-`diagnostics.answering` writes them. torch itself writes the Flight Recorder's file for NCCL. Text from these files is
-data: a reader accepts only files of its own user, of bounded size.
+`diagnostics.answering` writes them, and has the names above. torch itself writes the Flight Recorder's file for NCCL.
+Text from these files is data: a reader accepts only files of its own user, of bounded size.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NOTED = "Noted: "
 STAY_S = 2.0
 """A rank notes a line of code if it stands there for at least so many seconds."""
 PLACE_BYTES = 4096
-"""Largest size of a file with a rank's place."""
+"""Largest size of a file with a rank's place, phase or exit."""
 _PLACES = {role: re.compile(rf"place_{role}_(\d+)\.txt") for role in Role}
 _PIPES = {role: re.compile(rf"request_{role}_(\d+)\.pipe") for role in Role}
 _FAILURE_BYTES = 2**20
@@ -130,7 +130,7 @@ def read_place(folder: Path, rank_id: RankId) -> str | None:
     """Returns the line of code that a rank was last seen at, e.g. ``"train.py:12 (step)"``; None if nobody knows.
 
     Args:
-        folder: The folder that was passed to `answer_when_asked`.
+        folder: The folder that was passed to `answering.answer_when_asked`.
         rank_id: The rank, dead or alive.
     """
     return _read(folder, place_file(rank_id)).partition("\n")[0].strip() or None
@@ -140,7 +140,7 @@ def read_stays(folder: Path, rank_id: RankId) -> list[Stay]:
     """Returns the last lines of code at which a rank stood for long, oldest first.
 
     Args:
-        folder: The folder that was passed to `answer_when_asked`.
+        folder: The folder that was passed to `answering.answer_when_asked`.
         rank_id: The rank, dead or alive.
     """
     found = []
@@ -155,7 +155,7 @@ def ranks_by_process(folder: Path) -> dict[int, RankId]:
     """Returns the ranks that have noted where they are, by the ids of their processes, dead or alive.
 
     Args:
-        folder: The folder that was passed to `answer_when_asked`.
+        folder: The folder that was passed to `answering.answer_when_asked`.
     """
     found = {}
     for file in folder.glob("place_*.txt"):
@@ -181,7 +181,7 @@ def read_phase(folder: Path, rank_id: RankId) -> str | None:
     """Returns the phase that a rank has noted; None if it was outside of phases, or nobody knows.
 
     Args:
-        folder: The folder that was passed to `answer_when_asked`.
+        folder: The folder that was passed to `answering.answer_when_asked`.
         rank_id: The rank, dead or alive.
     """
     return _read(folder, phase_file(rank_id)) or None
@@ -193,7 +193,7 @@ def read_failure(folder: Path, rank_id: RankId) -> RunError | None:
     A file that cannot be read counts as none, and is logged.
 
     Args:
-        folder: The folder that was passed to `answer_when_asked`.
+        folder: The folder that was passed to `answering.answer_when_asked`.
         rank_id: The rank, dead or alive.
     """
     file = folder / failure_file(rank_id)
@@ -210,7 +210,7 @@ def read_exit(folder: Path, rank_id: RankId) -> tuple[int, str] | None:
     """Returns the status that a rank passed to `os._exit`, and the line of code of the call; None without a call.
 
     Args:
-        folder: The folder that was passed to `answer_when_asked`.
+        folder: The folder that was passed to `answering.answer_when_asked`.
         rank_id: The rank.
     """
     status, _, place = _read(folder, exit_file(rank_id)).partition("\n")
@@ -223,14 +223,14 @@ def read_fatal(folder: Path, rank_id: RankId) -> str:
     """Returns the stacks that a rank wrote when a signal ended it. Returns an empty text if it wrote none.
 
     Args:
-        folder: The folder that was passed to `answer_when_asked`.
+        folder: The folder that was passed to `answering.answer_when_asked`.
         rank_id: The rank, dead or alive.
     """
     return _read(folder, fatal_file(rank_id), limit_bytes=_FATAL_BYTES)
 
 
 def events_of(text: str) -> list[str]:
-    """Returns the events that a rank has kept by `note_event`, oldest first, from the text of its stacks."""
+    """Returns the events that a rank has kept by `answering.note_event`, oldest first, from the text of its stacks."""
     return [line.removeprefix(NOTED) for line in text.splitlines() if line.startswith(NOTED)]
 
 

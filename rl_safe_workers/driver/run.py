@@ -250,7 +250,7 @@ class Job:
             yield
         except OSError as error:
             failure = RunError(
-                f"{self._run_dir} cannot be written: {error}; free space on that disk, or change trainer.output_dir"
+                f"{self._run_dir} cannot be written: {error}; free some space on its disk, or change trainer.output_dir"
             )
             failure.may_pass = False
             raise failure from error

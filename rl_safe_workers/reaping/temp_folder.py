@@ -45,5 +45,5 @@ def check_temp_folder(temp: Path) -> None:
     if free < ROOM_BYTES:
         raise ResourceError(
             f"the folder for temporary files, {temp}, has {free} bytes free, and Ray needs {ROOM_BYTES}: "
-            "free space on that disk, or set TMPDIR to another folder"
+            "free some space on its disk, or set TMPDIR to another folder"
         )

@@ -62,7 +62,7 @@ class WeightSync(Part):
         """Digests of the current sync; None if it takes no digests."""
         self._colocated = False
         self._on_its_way: Callable[[], None] | None = None
-        """Waits for the last broadcast that was started; None before the first one of a sync."""
+        """Waits for the last broadcast of the current sync; None if there is none."""
         self._outgoing: Outgoing | None = None
         self._buckets: dict[int, tuple[list[Bucket], Adjacent]] = {}
         """Buckets and their `adjacent_in`, by ``bucket_bytes``."""
@@ -123,7 +123,7 @@ class WeightSync(Part):
 
     def detach(self) -> JointGroup | GpuPair | None:
         """Returns the joint group, which the caller must close from now on; None if there is none."""
-        group, self.joint_group = self.joint_group, None
+        group, self.joint_group, self._on_its_way = self.joint_group, None, None
         return group
 
     def weight_specs(self) -> tuple[WeightSpec, ...]:
@@ -238,8 +238,8 @@ class WeightSync(Part):
 
     def _pass_on(self, bucket: Bucket, buffer: torch.Tensor) -> Failure | None:
         """Starts to send a packed bucket to the rollout ranks, and waits for the previous one."""
-        assert self.joint_group is not None, "a rank without it has failed before"
         try:
+            assert self.joint_group is not None, "without it, `_send` has found a failure"
             started = self.joint_group.broadcast(buffer, source=bucket.source)
             # Wait only now, so that this bucket is packed while the previous one is sent.
             if self._on_its_way is not None:
@@ -250,9 +250,9 @@ class WeightSync(Part):
         return None
 
     def _flush(self) -> Failure | None:
-        assert self.joint_group is not None, "a rank without it has failed before"
         last, self._on_its_way = self._on_its_way, None
         try:
+            assert self.joint_group is not None, "without it, `_send` has found a failure"
             if last is not None:
                 last()
             self.joint_group.flush(_FLUSH_SHARE * self.rank.remaining())

@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, Store
 from rl_safe_workers.control.board import forget_where
 from rl_safe_workers.control.deadline import Background, Deadline
 from rl_safe_workers.control.failure import Failure
-from rl_safe_workers.control.plane import ControlPlane
+from rl_safe_workers.control.plane import NO_VERDICT, ControlPlane, Operation
 from rl_safe_workers.errors import RlSafeError, WeightSyncError, first_line, foreign_cause
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.lifecycle import Phase, timeout_setting
@@ -60,23 +60,24 @@ class JointGroup:
         device: torch.device,
         sync_timeout: timedelta | None = None,
     ) -> None:
-        """Joins. Collective over: all ranks of ``control``; blocks until all have connected or have failed to.
+        """Joins. Collective over: all ranks of ``control``. Blocks until each has connected or has failed to.
 
         Args:
             control: This process's place in the world `joint_world` of trainers and rollout ranks.
             generation: Counts rebuilds; each uses store keys of its own.
-            timeout: Longest wait for the others to come, and then to connect.
+            timeout: Longest wait for the others to come and to connect.
             device: Device of the tensors. A CPU makes a gloo group, a GPU an NCCL group.
             sync_timeout: Longest wait of one broadcast, or of a `flush` on a GPU; None for ``timeout``.
 
         Raises:
-            PhaseTimeoutError: Naming the ranks that did not come in time.
-            WeightSyncError: If the group cannot be connected.
+            PhaseTimeoutError: Naming the ranks that did not come, or did not connect, in time.
+            WeightSyncError: On every rank, if a rank cannot connect; names it.
         """
+        deadline = Deadline.after(timeout)
         self.joint_rank, self.size, self.generation = control.rank, control.size, generation
         self._device, self._sync_timeout = device, sync_timeout or timeout
         # The group would also wait for missing ranks, but could not name them.
-        control.barrier(Phase.JOINT, Deadline.after(timeout))
+        control.barrier(Phase.JOINT, deadline)
         # Use a connection of its own: NCCL waits in it for peers without end, and blocks it for all others.
         prefix = PrefixStore(f"{_PREFIX}/{generation}", control.store.clone())  # type: ignore[attr-defined]
         # The stubs leave out what it inherits from Backend.
@@ -84,18 +85,29 @@ class JointGroup:
         self._works: deque[Any] = deque()
         """Broadcasts for which nobody has waited. Each keeps the connections open, so keep no reference elsewhere."""
         self._started = 0
-        failure = self._connect(prefix, timeout)
+        failure = self._connect(prefix, deadline.remaining())
+        try:
+            self._compare_outcomes(control.begin("connected", phase=Phase.JOINT), failure, deadline)
+        except RlSafeError:
+            self.abort()
+            raise
+
+    def _compare_outcomes(self, operation: Operation, failure: Failure | None, deadline: Deadline) -> None:
+        """Raises on every rank if one has not connected.
+
+        A rank that leaves closes its connections. gloo then fails on ranks that still connect. So no rank leaves, and
+        none goes on, before all have said how it went.
+        """
+        told = operation.exchange("told", "" if failure is None else failure.text, deadline)
         if failure is not None:
-            self.close()
             text = f"joint rank {self.joint_rank} could not join the joint group: {failure.text}"
             raise WeightSyncError(text, foreign=failure.foreign)
-        try:
-            # A rank that leaves closes its connections, and gloo fails on a peer that is still making them. So all
-            # ranks have connected before any of them goes on.
-            control.barrier(Phase.JOINT, Deadline.after(timeout))
-        except RlSafeError:
-            self.close()
-            raise
+        for rank, text in told.items():
+            if text not in ("", NO_VERDICT):
+                text = f"joint rank {rank} could not join the joint group: {text}"
+                raise WeightSyncError(text, culprit=operation.members[rank])
+        if silent := [rank for rank, text in told.items() if text]:
+            raise operation.late(silent, deadline, place="told")
 
     def _connect(self, store: Store, timeout: timedelta) -> Failure | None:
         """Returns what failed, not the exception: its traceback would keep the group."""

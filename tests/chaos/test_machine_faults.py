@@ -89,7 +89,8 @@ def test_a_full_disk_fails_the_save_and_costs_no_other(
         outcome, ended_at = run_with([fault], overrides, undisturbed, tmp_path, monkeypatch)
         assert outcome.code == 1, outcome.err
         assert f"save of {step_dir(root, FIRST_STEP + 1)}.incomplete failed: " in outcome.last_error
-        full = rf"training rank 1: OSError: \[Errno 28\] No space left on device: '{root}/\S+': free space on that disk"
+        no_space = rf"\[Errno 28\] No space left on device: '{root}/\S+'"
+        full = f"training rank 1: OSError: {no_space}: free some space on its disk"
         assert re.search(full, outcome.last_error), outcome.last_error
         seconds = seconds_from(fault, ended_at)
         assert seconds <= SLACK_S
@@ -308,8 +309,8 @@ def test_a_full_disk_under_the_metrics_is_named(undisturbed: Outcome, record_pro
         outcome = run.finish()
     assert outcome.code == 1, outcome.err
     assert outcome.last_error == (
-        "rl-safe: error: outputs/full cannot be written: [Errno 28] No space left on device; free space on that disk, "
-        "or change trainer.output_dir"
+        "rl-safe: error: outputs/full cannot be written: [Errno 28] No space left on device; "
+        "free some space on its disk, or change trainer.output_dir"
     )
     assert "Traceback" not in outcome.err
     assert outcome.left == []

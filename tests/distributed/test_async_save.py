@@ -100,7 +100,7 @@ def _fail_to_write(rank: int, address: StoreAddress, config: RunConfig, root: Pa
 
 
 def test_a_failed_writer_fails_loudly_on_every_rank_and_at_teardown_in_every_verdict(address, config, tmp_path) -> None:
-    said = "training rank 1: OSError: [Errno 28] No space left on device: free space on that disk"
+    said = "training rank 1: OSError: [Errno 28] No space left on device: free some space on its disk"
     for found in values(run_ranks(_fail_to_write, SIZE, address, config, tmp_path)):
         assert found["poll"].endswith(f"global_step_1.incomplete failed: {said}")
         assert found["finalize"].endswith(f"global_step_2.incomplete failed: {said}")

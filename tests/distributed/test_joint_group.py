@@ -28,7 +28,6 @@ from tests.distributed.worker import Worker, control_plane, run_config, served_s
 TRAINERS, JOINT_SIZE, BUCKET_BYTES = 4, 5, 200_000
 PATIENCE = timedelta(seconds=10)
 SYNC_S = 8.0
-SLOW_S = 1.0
 
 
 def _join(
@@ -139,45 +138,53 @@ def test_close_is_idempotent_and_the_next_generation_works(address: StoreAddress
     assert values(run_ranks(_close_and_rejoin, 3, address)) == [[True, False, True, 2]] * 3
 
 
-def _slow_to_connect(delay_s: float, failure: Failure | None = None) -> None:
-    """Makes this rank connect as usual, and then take longer for it, or report a failure."""
+def _leave_at_once(joint_rank: int, address: StoreAddress) -> tuple[float, float]:
+    """Returns when this rank had connected, and when it had left. Joint rank 1 takes longer to connect."""
+    connected_s = 0.0
     connect = JointGroup._connect
 
     def slowly(group: JointGroup, *arguments: Any) -> Failure | None:
-        failed = connect(group, *arguments)
-        time.sleep(delay_s)
-        return failure or failed
+        nonlocal connected_s
+        failure = connect(group, *arguments)
+        time.sleep(1.0 if joint_rank == 1 else 0.0)
+        connected_s = time.monotonic()
+        return failure
 
     JointGroup._connect = slowly  # type: ignore[method-assign]
-
-
-def _leave_at_once(joint_rank: int, address: StoreAddress) -> tuple[float, float]:
-    """Returns when this rank began to join, and when it had left."""
-    began_s = time.monotonic()
-    if joint_rank == 1:
-        _slow_to_connect(SLOW_S)
     _join(joint_rank, address).close()
-    return began_s, time.monotonic()
+    return connected_s, time.monotonic()
 
 
 def test_nobody_leaves_before_all_have_connected(address: StoreAddress) -> None:
     times = values(run_ranks(_leave_at_once, 3, address))
-    slow_began_s, _ = times[1]
-    assert min(left_s for _, left_s in times) > slow_began_s + SLOW_S
+    assert min(left_s for _, left_s in times) > max(connected_s for connected_s, _ in times)
 
 
 def _fail_to_connect(joint_rank: int, address: StoreAddress) -> None:
+    connect = JointGroup._connect
     if joint_rank == 1:
-        _slow_to_connect(SLOW_S, Failure("no route"))
-    _join(joint_rank, address, timeout=timedelta(seconds=2))
+        JointGroup._connect = lambda *arguments: connect(*arguments) or Failure("no route")  # type: ignore[method-assign]
+    _join(joint_rank, address)
 
 
-def test_the_others_name_a_rank_that_could_not_connect(address: StoreAddress) -> None:
-    outcomes = run_ranks(_fail_to_connect, 3, address)
-    assert str(outcomes[1].error) == "joint rank 1 could not join the joint group: no route"
-    for other in (outcomes[0], outcomes[2]):
-        assert isinstance(other.error, PhaseTimeoutError)
-        assert other.error.missing == {RankId(Role.TRAINER, 1)}
+def test_every_rank_names_the_rank_that_cannot_connect_and_why(address: StoreAddress) -> None:
+    for outcome in run_ranks(_fail_to_connect, 3, address):
+        assert isinstance(outcome.error, WeightSyncError)
+        assert str(outcome.error) == "joint rank 1 could not join the joint group: no route"
+        assert outcome.error.culprit == (None if outcome.rank == 1 else RankId(Role.TRAINER, 1))
+
+
+def _tell_too_late(joint_rank: int, address: StoreAddress) -> None:
+    connect = JointGroup._connect
+    if joint_rank == 1:
+        JointGroup._connect = lambda *arguments: (connect(*arguments), time.sleep(8))[0]  # type: ignore[method-assign]
+    _join(joint_rank, address, timeout=timedelta(seconds=5))
+
+
+def test_a_rank_that_does_not_say_in_time_that_it_has_connected_is_named(address: StoreAddress) -> None:
+    for outcome in run_ranks(_tell_too_late, 3, address)[::2]:
+        assert isinstance(outcome.error, PhaseTimeoutError)
+        assert outcome.error.missing == {RankId(Role.TRAINER, 1)}
 
 
 def _flush(joint_rank: int, address: StoreAddress) -> list[Any]:

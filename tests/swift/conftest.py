@@ -9,19 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import deselect, pytest_addoption
+
+__all__ = ["pytest_addoption"]
+
 HAS_SWIFT = importlib.util.find_spec("swift") is not None
 collect_ignore_glob = [] if HAS_SWIFT else ["test_*.py"]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every-case", action="store_true", help="also run the cases marked every_case")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--every-case"):
-        left_out = [item for item in items if item.get_closest_marker("every_case")]
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=left_out)
+        deselect(config, items, "every_case")
 
 
 @pytest.fixture(scope="session")

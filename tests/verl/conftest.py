@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import deselect
+from tests.conftest import deselect, pytest_addoption
+
+__all__ = ["pytest_addoption"]
 
 collect_ignore_glob = [] if importlib.util.find_spec("verl") else ["test_*.py"]
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every-case", action="store_true", help="also run the cases marked every_case")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

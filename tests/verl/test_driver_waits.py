@@ -36,7 +36,7 @@ from rl_safe_workers.ranks import RankId, Role, trainer_id
 from tests.verl.test_hydra import ON, composed
 
 TIMEOUTS = VerlTimeouts(sync=2.0, rollout=1.0)
-# A test whose wait ends before its deadline has this one, which a busy machine does not reach.
+# For waits that must end before their deadline. A busy machine does not reach it.
 PATIENT_S = 120.0
 PATIENT = VerlTimeouts(sync=PATIENT_S, rollout=PATIENT_S)
 LIMIT_S = 10.0
@@ -228,7 +228,8 @@ def test_a_look_that_fails_ends_no_wait(monkeypatch: pytest.MonkeyPatch, caplog:
 
 
 @pytest.mark.usefixtures("_cluster")
-def test_a_timeout_that_a_rank_has_told_of_goes_on_as_it_is() -> None:
+def test_a_timeout_that_a_rank_has_told_of_goes_on_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DriverWaits, "_silent", lambda *_: pytest.fail("nobody else is asked"))
     told = PhaseTimeoutError(
         phase="sync",
         awaited=driver_waits.Awaited("the rollout", frozenset({trainer_id(0), RankId(Role.ROLLOUT, 3)})),
@@ -238,11 +239,9 @@ def test_a_timeout_that_a_rank_has_told_of_goes_on_as_it_is() -> None:
     )
     rank = _Rank.remote(told)
     trainer = _trainer(_Server.remote(silent="clear_kv_cache"), ranks=(rank,), timeouts=PATIENT)
-    started_s = time.monotonic()
     with pytest.raises(ray.exceptions.RayTaskError) as caught:
         trainer.checkpoint_manager.update_weights()
     assert str(caught.value.cause) == str(told)
-    assert time.monotonic() - started_s < SILENT_S, "nobody else is asked"
 
 
 def test_other_attributes_of_a_guarded_object_are_its_own() -> None:

@@ -127,7 +127,9 @@ def give_settings(policy: MutableMapping[str, Any], settings: NemoRlSettings) ->
     variables = dict(megatron.get("env_vars") or {})
     given = variables.get(VARIABLE)
     if given is not None and NemoRlSettings.from_json(given, source=VARIABLE) != settings:
-        raise ConfigError(f"policy.megatron_cfg.env_vars.{VARIABLE} differs from {NODE}: set only {NODE}")
+        raise ConfigError(
+            f"policy.megatron_cfg.env_vars.{VARIABLE} differs from {NODE}: remove it, and set only {NODE}"
+        )
     megatron["env_vars"] = {**variables, VARIABLE: settings.to_json()}
 
 

@@ -76,7 +76,7 @@ def job_variables(wanted: VerlSettings, environ: Mapping[str, str] | None = None
         )
     text = wanted.to_json()
     if SETTINGS in environ and VerlSettings.from_json(environ[SETTINGS], source=SETTINGS) != wanted:
-        raise ConfigError(f"{SETTINGS} differs from {NODE}: with this entry set only {NODE}")
+        raise ConfigError(f"{SETTINGS} differs from {NODE}: remove {SETTINGS}, and set only {NODE}")
     needed = {EXTERNAL_MODULES: given or PLUGIN, ENGINE_VENDOR: VENDOR, SETTINGS: text}
     # Leave out variables that the job was submitted with: Ray refuses them. Pass all others, because the workers of a
     # running Ray do not inherit this environment.

@@ -254,7 +254,7 @@ class Saver:
             logger.warning("save of %s: %s", directory.parent, warning)
         needed, free = sum(report.size_bytes for report in reports), shutil.disk_usage(directory).free
         if needed > free:
-            raise CheckpointError(f"{needed} bytes to save, {free} free in {directory}: free space on that disk")
+            raise CheckpointError(f"{needed} bytes to save, {free} free in {directory}: free some space on its disk")
         return [report.digest for report in reports] != [digest for digest, _ in self._compared]
 
     def _compare(self, reports: Sequence[str]) -> None:
