@@ -212,7 +212,7 @@ class _Blame(NamedTuple):
     """The wait that the error tells of. If there are culprits, the missing ranks that wait for others have arrived."""
     missing: frozenset[RankId]
     culprits: frozenset[RankId]
-    """The missing ranks that the answers blame. If there are none, the ranks that the error names stay to blame."""
+    """The ranks to blame, by the answers. If it is empty, the missing ranks are to blame."""
     unknown: frozenset[RankId]
     """Missing ranks that may wait for others themselves."""
     all_wait: AllWait | None

@@ -62,7 +62,7 @@ class WeightSync(Part):
         """Digests of the current sync; None if it takes no digests."""
         self._colocated = False
         self._on_its_way: Callable[[], None] | None = None
-        """Waits for the last broadcast of the current sync; None if there is none."""
+        """A function that waits for the newest broadcast. None if no broadcast is under way."""
         self._outgoing: Outgoing | None = None
         self._buckets: dict[int, tuple[list[Bucket], Adjacent]] = {}
         """Buckets and their `adjacent_in`, by ``bucket_bytes``."""
@@ -206,7 +206,6 @@ class WeightSync(Part):
         elif group is not None:
             group.limit(_PAIR_SHARE * self.rank.remaining())
         failed_now: Failure | None = None
-        self._on_its_way = None
         try:
             # Without memory this rank packs nothing. If others need its weights, `_agree` has raised before.
             for number, bucket in enumerate(buckets if buffers else []):
