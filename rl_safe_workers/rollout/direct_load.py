@@ -40,7 +40,7 @@ class Copy:
         Args:
             buffer: The buffer, as a flat tensor of the target's dtype.
         """
-        return buffer.as_strided(self.target.shape, self.stride, self.offset)
+        return buffer.as_strided(self.target.shape, self.stride, int(buffer.storage_offset()) + self.offset)
 
     def joined(self, following: Copy) -> Copy | None:
         """Returns this copy and the next as one; None unless both their sources and their targets are adjacent."""

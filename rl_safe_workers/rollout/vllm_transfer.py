@@ -157,17 +157,22 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             self._prepare()
             # `finish_weight_update` resets it. An update by the plan can be repeated after a failure.
             self._is_broken = self.obstacle is not None
-            arriving: tuple[int, Bucket, torch.Tensor, Callable[[], None]] | None = None
-            for number, bucket in enumerate(self._buckets):
-                buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=self.device)
-                wait = self._group.broadcast(buffer, source=bucket.source)
-                # After the next broadcast has started, so that one bucket is loaded while the next one arrives.
-                if arriving is not None:
-                    self._load(*arriving)
-                arriving = (number, bucket, buffer, wait)
+            self._receive_buckets(self._group)
+            self._group.flush()
+
+    def _receive_buckets(self, group: JointGroup | GpuPair) -> None:
+        """Starts to load all buckets. Keeps no reference to their memory, which may be the trainer's."""
+        buffers = group.buffers(max((bucket.size_bytes for bucket in self._buckets), default=0))
+        arriving: tuple[int, Bucket, torch.Tensor, Callable[[], None]] | None = None
+        for number, bucket in enumerate(self._buckets):
+            buffer = buffers[number % len(buffers)][: bucket.size_bytes]
+            wait = group.broadcast(buffer, source=bucket.source)
+            # After the next broadcast has started, so that one bucket is loaded while the next one arrives.
             if arriving is not None:
                 self._load(*arriving)
-            self._group.flush()
+            arriving = (number, bucket, buffer, wait)
+        if arriving is not None:
+            self._load(*arriving)
 
     def _engine_rank(self) -> EngineRank:
         return EngineRank(
@@ -206,7 +211,8 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             return
         if self._plan is not None:
             self._plan.note(number, buffer)
-        self.model.load_weights(unpack(bucket, buffer))
+        # vLLM keeps weights until their layer is complete, and this buffer is soon used again.
+        self.model.load_weights(unpack(bucket, buffer.clone()))
 
     def finish_weight_update(self) -> None:
         """Converts the loaded weights to the layout of the kernels, and reads them back if they are to be proved.

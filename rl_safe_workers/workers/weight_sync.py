@@ -23,7 +23,7 @@ from rl_safe_workers.rollout.sync_proof import SentWeights
 from rl_safe_workers.workers.outgoing import Items, Outgoing
 from rl_safe_workers.workers.world_entry import WorldEntry
 from rl_safe_workers.worlds.gpu_pair import GpuPair
-from rl_safe_workers.worlds.joint_group import JointGroup, forget_joint_groups, joint_world
+from rl_safe_workers.worlds.joint_group import JointGroup, forget_joint_groups, joint_world, two_buffers
 from rl_safe_workers.worlds.training_rank import Part, TrainingRank
 
 _NOT_PROVED = SentWeights(digests={}, seconds=0.0)
@@ -183,8 +183,12 @@ class WeightSync(Part):
 
     def _bucket_buffers(self, size_bytes: int) -> tuple[Failure | None, list[torch.Tensor]]:
         """Returns a failure or None, and buffers for two buckets."""
+        group = self.joint_group
         try:
-            return None, [torch.empty(size_bytes, dtype=torch.uint8, device=self.rank.device) for _ in range(2)]
+            # A rank that has not joined still takes part in the broadcasts among the trainers.
+            return None, two_buffers(size_bytes, self.rank.device) if group is None else group.buffers(size_bytes)
+        except WeightSyncError as error:
+            return Failure.of(error), []
         except RuntimeError as error:
             text = f"there is no room for two buckets of {size_bytes} bytes: {first_line(error)}"
             return Failure(text, foreign=foreign_cause(error)), []

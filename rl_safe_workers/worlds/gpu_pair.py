@@ -1,7 +1,8 @@
 """A training rank and a rollout rank on the same GPU. Weights pass through memory that both have mapped.
 
-NCCL refuses two ranks on one device, and the pair needs no network. The trainer shares a buffer with the rollout rank
-(CUDA IPC). The two agree over the run's store on which of them may use which half of the buffer.
+NCCL refuses two ranks on one device, and the pair needs no network. In each sync, the trainer shares its two buffers
+with the rollout rank (CUDA IPC), which loads weights straight out of them. The two agree over the run's store on which
+of them may use which buffer.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,10 +27,10 @@ from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import Role
 
-HALF_BYTES = 64 * 2**20
-"""Size of each half of the buffer. The reader reads one half while the trainer fills the other."""
+BUFFERS = 2
+"""Number of buffers. The rollout rank loads out of one while the trainer fills the other."""
 MEMORY_KEY = "memory"
-"""Key of the buffer's handle in the store of the pair."""
+"""Key of the handle of the buffers in the store of the pair."""
 _HANDLE_KEYS = ("handle", "size", "offset", "counter", "counter_offset", "event", "waits_for_event")
 """The fields of ``UntypedStorage._share_cuda_`` after the device, seen in torch 2.11 to 2.13. Each rank uses a device
 index of its own."""
@@ -41,7 +43,11 @@ _LONGEST_HANDLE = 4096
 
 
 class GpuPair:
-    """One side of a pair, with the methods of `JointGroup` that a weight sync uses. Pairs are independent."""
+    """One side of a pair, with the methods of `JointGroup` that a weight sync uses. Pairs are independent.
+
+    Attributes:
+        sends: True on the trainer.
+    """
 
     def __init__(
         self,
@@ -64,90 +70,105 @@ class GpuPair:
 
         Raises:
             PhaseTimeoutError: Naming the ranks that did not come in time.
-            WeightSyncError: If the memory cannot be shared.
+            WeightSyncError: If the ranks do not make pairs.
         """
         joint_rank, size = control.rank, control.size
         trainers = sum(one.role is Role.TRAINER for one in control.members)
         if size != 2 * trainers:
             raise WeightSyncError(f"{size} joint ranks do not make pairs: give each trainer one rollout rank")
-        pairs = trainers
-        self.joint_rank, self._sends = joint_rank, joint_rank < pairs
+        self.joint_rank, self.sends, self._device = joint_rank, joint_rank < trainers, device
         self._timeout = sync_timeout or timeout
         control.barrier(Phase.JOINT, Deadline.after(timeout))
-        self._mailbox = control.mailbox(f"pair/{generation}/{joint_rank % pairs}")
+        self._mailbox = control.mailbox(f"pair/{generation}/{joint_rank % trainers}")
         self._turn, self._deadline = 0, Deadline.after(math.inf)
-        self._unread: list[str] = []
-        """Keys of the last turns, which the reader sets once it has read."""
+        self._unread: list[int] = []
+        """The last turns, which the rollout rank has not confirmed yet."""
+        self._is_open = True
         self._shared: torch.Tensor | None = None
-        try:
-            self._shared = self._share(device) if self._sends else self._map(device, timeout)
-        except (RuntimeError, CommunicatorError) as error:
-            reason = first_line(error)
-            raise WeightSyncError(f"joint rank {joint_rank} could not share memory with its pair: {reason}") from error
-
-    def _share(self, device: torch.device) -> torch.Tensor:
-        if device.type == "cuda":
-            # Else the buffer may be cut out of a large free block, which torch could then never release.
-            torch.cuda.empty_cache()
-        shared = torch.empty(2 * HALF_BYTES, dtype=torch.uint8, device=device)
-        self._mailbox.leave(MEMORY_KEY, describe_memory(shared).encode())
-        return shared
-
-    def _map(self, device: torch.device, timeout: timedelta) -> torch.Tensor:
-        return map_memory(self._take(MEMORY_KEY, timeout), size_bytes=2 * HALF_BYTES, device=device)
+        """The memory of both buffers in this sync."""
 
     @property
     def is_open(self) -> bool:
-        """True if the memory is still shared."""
-        return self._shared is not None
+        """True if the pair can be used."""
+        return self._is_open
 
-    def broadcast(self, tensor: torch.Tensor, *, source: int) -> Callable[[], None]:
-        """Passes a contiguous tensor from the trainer to its rollout rank. Collective over: the pair.
+    def buffers(self, size_bytes: int) -> list[torch.Tensor]:
+        """Shares memory for the broadcasts until the next `flush`. Collective over: the pair.
+
+        The rollout rank must drop all references to the buffers before `flush`, so that the trainer can free them.
 
         Args:
-            tensor: Same size on both sides; written in place on the rollout rank.
+            size_bytes: Size of each buffer, the same on both sides.
+
+        Returns:
+            `BUFFERS` buffers, ``[size_bytes]`` of uint8. Broadcasts must use them in turn, from their beginning.
+
+        Raises:
+            RuntimeError: On the trainer, if there is no room. It is torch's own.
+            WeightSyncError: If the memory cannot be shared, or the other side does not come.
+        """
+        shared = self._allocate(BUFFERS * size_bytes) if self.sends else None
+        with self._working("could not share memory with its pair"):
+            if shared is None:
+                shared = self._map(BUFFERS * size_bytes)
+            else:
+                self._offer(shared)
+        self._shared = shared
+        return [shared[number * size_bytes :][:size_bytes] for number in range(BUFFERS)]
+
+    def _allocate(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+
+    def _offer(self, shared: torch.Tensor) -> None:
+        self._mailbox.leave(MEMORY_KEY, describe_memory(shared).encode())
+
+    def _map(self, size_bytes: int) -> torch.Tensor:
+        return map_memory(self._take(MEMORY_KEY), size_bytes=size_bytes, device=self._device)
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int) -> Callable[[], None]:
+        """Passes a buffer from the trainer to its rollout rank. Collective over: the pair.
+
+        Args:
+            tensor: The next of `buffers`, or its beginning. The trainer has filled it.
             source: Unused, because the trainer always sends. `JointGroup.broadcast` has this argument.
 
         Returns:
-            A function that does nothing, as the counterpart of `JointGroup.broadcast`: the tensor can be used at once.
+            A function to call before the buffer is used: on the rollout rank it waits until the buffer is filled, and
+            on the trainer until the rollout rank has loaded it. The rollout rank must have started to load a buffer
+            before it calls `broadcast` for the same buffer again, or `flush`.
 
         Raises:
-            WeightSyncError: If the other side does not keep up. The memory is then given up.
+            WeightSyncError: If the other side does not keep up. The pair is then closed. The returned function raises
+                it, too.
         """
-        with self._working() as shared:
-            flat = tensor.view(-1).view(torch.uint8)
-            for start in range(0, flat.numel(), HALF_BYTES):
-                self._pass(flat[start : start + HALF_BYTES], shared)
-        return _nothing
+        turn, self._turn = self._turn, self._turn + 1
+        with self._working():
+            if self.sends:
+                _synchronize(tensor)
+                self._mailbox.leave(f"filled/{turn}")
+            else:
+                self._confirm(behind=BUFFERS - 1)
+        self._unread.append(turn)
+        return partial(self._await_reader if self.sends else self._await_trainer, turn)
+
+    def _await_reader(self, turn: int) -> None:
+        with self._working():
+            self._take_confirmations(up_to=turn)
+
+    def _await_trainer(self, turn: int) -> None:
+        with self._working():
+            self._take(f"filled/{turn}")
 
     @contextmanager
-    def _working(self) -> Iterator[torch.Tensor]:
-        """Yields the memory; gives it up if the other side does not keep up, or the device fails."""
-        if self._shared is None:
-            raise WeightSyncError(f"joint rank {self.joint_rank}: the memory of the pair is closed")
+    def _working(self, failed: str = "its pair did not keep up") -> Iterator[None]:
+        """Closes the pair if the other side does not keep up, or the device fails."""
+        if not self._is_open:
+            raise WeightSyncError(f"joint rank {self.joint_rank}: the pair is closed")
         try:
-            yield self._shared
+            yield
         except (RuntimeError, CommunicatorError) as error:
             self.close()
-            reason = first_line(error)
-            raise WeightSyncError(f"joint rank {self.joint_rank}: its pair did not keep up: {reason}") from error
-
-    def _pass(self, block: torch.Tensor, shared: torch.Tensor) -> None:
-        half = shared[self._turn % 2 * HALF_BYTES :][: block.numel()]
-        filled, read = f"filled/{self._turn}", f"read/{self._turn}"
-        if self._sends:
-            # The half is free once the reader has read its contents of two turns ago.
-            self._wait_for_reader(behind=1)
-            half.copy_(block)
-            _synchronize(block)
-            self._mailbox.leave(filled)
-            self._unread.append(read)
-        else:
-            self._take(filled)
-            block.copy_(half)
-            _synchronize(block)
-            self._mailbox.leave(read)
-        self._turn += 1
+            raise WeightSyncError(f"joint rank {self.joint_rank}: {failed}: {first_line(error)}") from error
 
     def _take(self, key: str, timeout: timedelta | None = None) -> bytes:
         """Waits for a message to this side, returns and removes it.
@@ -163,11 +184,18 @@ class GpuPair:
             raise CommunicatorError(text, foreign=ForeignCause.TIMEOUT)
         return message
 
-    def _wait_for_reader(self, *, behind: int, timeout: timedelta | None = None) -> None:
-        """Waits until at most ``behind`` turns are unread."""
-        while len(self._unread) > behind:
-            self._take(self._unread[0], timeout)
+    def _take_confirmations(self, *, up_to: int, timeout: timedelta | None = None) -> None:
+        """Waits until the rollout rank has loaded all turns up to one."""
+        while self._unread and self._unread[0] <= up_to:
+            self._take(f"read/{self._unread[0]}", timeout)
             del self._unread[0]
+
+    def _confirm(self, *, behind: int) -> None:
+        """Tells the trainer which buffers have been loaded: all but the last ``behind``."""
+        if len(self._unread) > behind and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        while len(self._unread) > behind:
+            self._mailbox.leave(f"read/{self._unread.pop(0)}")
 
     def limit(self, timeout: timedelta) -> None:
         """Sets a limit for the sum of all waits from now on, until the next call.
@@ -177,20 +205,28 @@ class GpuPair:
         self._deadline = Deadline.after(timeout)
 
     def flush(self, timeout: timedelta | None = None) -> None:
-        """Waits until the rollout rank has read everything that was passed so far.
+        """Waits until the rollout rank has loaded everything that was passed so far. Drops the shared memory.
 
         Args:
             timeout: Longest wait for each of at most two turns; None for ``sync_timeout``. The `limit` also applies.
 
         Raises:
-            WeightSyncError: If the other side does not keep up. The memory is then given up.
+            WeightSyncError: If the other side does not keep up. The pair is then closed.
         """
         with self._working():
-            self._wait_for_reader(behind=0, timeout=timeout)
+            if self.sends:
+                self._take_confirmations(up_to=self._turn, timeout=timeout)
+                self._shared = None
+            else:
+                if self._device.type == "cuda":
+                    torch.cuda.current_stream(self._device).synchronize()
+                # Before the trainer frees the memory: torch keeps it as long as another process has it.
+                self._shared = None
+                self._confirm(behind=0)
 
     def close(self) -> None:
-        """Gives up the memory. Not collective; idempotent."""
-        self._shared = None
+        """Gives up the pair and the memory. Not collective; idempotent."""
+        self._is_open, self._shared = False, None
 
     abort = close
 
@@ -248,10 +284,6 @@ def _handle_fields(described: bytes) -> tuple[bytes, int, int, bytes, int, bytes
     if max(map(len, handles)) > _LONGEST_HANDLE:
         raise ValueError(f"a handle has more than {_LONGEST_HANDLE} bytes")
     return handles[0], numbers[0], numbers[1], handles[1], numbers[2], handles[2], fields["waits_for_event"]
-
-
-def _nothing() -> None:
-    pass
 
 
 def _synchronize(tensor: torch.Tensor) -> None:

@@ -130,6 +130,10 @@ class JointGroup:
         """True if the group can be used."""
         return self._group is not None
 
+    def buffers(self, size_bytes: int) -> list[torch.Tensor]:
+        """Returns two buffers for broadcasts, ``[size_bytes]`` of uint8. Here any tensor will do; see `GpuPair`."""
+        return two_buffers(size_bytes, self._device)
+
     def broadcast(self, tensor: torch.Tensor, *, source: int) -> Callable[[], None]:
         """Starts to broadcast a contiguous tensor. Collective over: the joint group, in the same order on all ranks.
 
@@ -233,6 +237,11 @@ class JointGroup:
         self._works.clear()
         if group is not None:
             group.shutdown()
+
+
+def two_buffers(size_bytes: int, device: torch.device) -> list[torch.Tensor]:
+    """Returns two buffers, ``[size_bytes]`` of uint8."""
+    return [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
 
 
 def _failure(error: RuntimeError) -> Failure:

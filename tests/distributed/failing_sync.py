@@ -24,7 +24,6 @@ from rl_safe_workers.rollout.packing import unpack
 from rl_safe_workers.rollout.protocol import plan_buckets
 from rl_safe_workers.workers import weight_sync
 from rl_safe_workers.workers.outgoing import Outgoing
-from rl_safe_workers.worlds import gpu_pair
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.joint_group import JointGroup, joint_world
 from rl_safe_workers.worlds.store import connect_store
@@ -32,7 +31,7 @@ from tests.distributed.file_pair import FilePair
 from tests.distributed.worker import Worker, control_plane
 
 TRAINERS, FAILING = 2, 1
-BUCKET_BYTES, HALF_BYTES = 200_000, 64 * 1024
+BUCKET_BYTES = 200_000
 SYNC_S, SOON_S = 6.0, 2.0
 PATIENCE = timedelta(seconds=60)
 
@@ -134,10 +133,14 @@ def _receive(
     kind = FilePair if case.colocated else JointGroup
     group = kind(control, generation=generation, timeout=PATIENCE, device=torch.device("cpu"))
     received = {}
-    for bucket in plan_buckets(pickle.loads(store.get("specs")), bucket_bytes=BUCKET_BYTES)[:reads]:
-        buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8)
+    buckets = plan_buckets(pickle.loads(store.get("specs")), bucket_bytes=BUCKET_BYTES)
+    buffers = group.buffers(max(bucket.size_bytes for bucket in buckets))
+    for number, bucket in enumerate(buckets[:reads]):
+        buffer = buffers[number % 2][: bucket.size_bytes]
         group.broadcast(buffer, source=bucket.source)()
         received.update(_prints(unpack(bucket, buffer)))
+    if reads is None:
+        group.flush()
     return received
 
 
@@ -159,7 +162,7 @@ def _receive_in_vain(joint_rank: int, address: StoreAddress, case: Case) -> None
 
 
 def joint_rank(rank: int, address: StoreAddress, config: RunConfig, folder: Path, case: Case) -> Any:
-    gpu_pair.HALF_BYTES, FilePair.folder, weight_sync.GpuPair = HALF_BYTES, folder, FilePair
+    FilePair.folder, weight_sync.GpuPair = folder, FilePair
     if rank < TRAINERS:
         return _train(Worker(config, rank=rank, size=TRAINERS), address, case)
     if rank < TRAINERS + case.rollouts:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 
-from rl_safe_workers.worlds import gpu_pair
-from rl_safe_workers.worlds.gpu_pair import GpuPair
+from rl_safe_workers.worlds.gpu_pair import MEMORY_KEY, GpuPair
 
 
 class FilePair(GpuPair):
@@ -16,14 +14,19 @@ class FilePair(GpuPair):
 
     folder: Path
 
-    def _share(self, device: torch.device) -> torch.Tensor:
-        file = self.folder / f"of_{self.joint_rank}"
-        shared = self._open(file)
-        self._mailbox.leave("memory", str(file).encode())
-        return shared
+    def _allocate(self, size_bytes: int) -> torch.Tensor:
+        return _open(self._file, size_bytes)
 
-    def _map(self, device: torch.device, timeout: timedelta) -> torch.Tensor:
-        return self._open(Path(self._take("memory", timeout).decode()))
+    def _offer(self, shared: torch.Tensor) -> None:
+        self._mailbox.leave(MEMORY_KEY, str(self._file).encode())
 
-    def _open(self, file: Path) -> torch.Tensor:
-        return torch.from_file(str(file), shared=True, size=2 * gpu_pair.HALF_BYTES, dtype=torch.uint8)
+    def _map(self, size_bytes: int) -> torch.Tensor:
+        return _open(Path(self._take(MEMORY_KEY).decode()), size_bytes)
+
+    @property
+    def _file(self) -> Path:
+        return self.folder / f"of_{self.joint_rank}"
+
+
+def _open(file: Path, size_bytes: int) -> torch.Tensor:
+    return torch.from_file(str(file), shared=True, size=size_bytes, dtype=torch.uint8)

@@ -26,6 +26,7 @@ from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.rollout.read_back import ReadBack
 from rl_safe_workers.rollout.sync_proof import HeldWeights
 from rl_safe_workers.workers.outgoing import Digest, Outgoing
+from rl_safe_workers.worlds.joint_group import two_buffers
 from tests.slow_digest import slow_digest
 
 Weights = dict[str, torch.Tensor]
@@ -81,32 +82,35 @@ class Wire:
     """Stands in for the joint group: the buffers of the one sender, as the wire leaves them."""
 
     buckets: list[Bucket]
-    buffers: list[torch.Tensor] = field(default_factory=list)
+    sent: list[torch.Tensor] = field(default_factory=list)
     breaks_before: int | None = None
     """Number of the bucket that does not arrive any more; None: all arrive."""
 
+    def buffers(self, size_bytes: int) -> list[torch.Tensor]:
+        return two_buffers(size_bytes, torch.device("cpu"))
+
     def broadcast(self, buffer: torch.Tensor, *, source: int) -> Callable[[], None]:
-        if len(self.buckets) - len(self.buffers) == self.breaks_before:
+        if len(self.buckets) - len(self.sent) == self.breaks_before:
             raise WeightSyncError("the wire is broken")
-        buffer.copy_(self.buffers.pop(0))
+        buffer.copy_(self.sent.pop(0))
         return lambda: None
 
     def flush(self) -> None:
-        assert not self.buffers
+        assert not self.sent
 
     def close(self) -> None: ...
 
     def send(self, weights: Weights, on_the_wire: Weights, digest: Digest | None = None) -> None:
         outgoing = outgoing_of(weights)
         taken = outgoing.weights(frozenset())
-        self.buffers = []
+        self.sent = []
         for bucket in self.buckets:
             buffer = torch.zeros(bucket.size_bytes, dtype=torch.uint8)
             outgoing.pack(bucket, taken, buffer, training_rank=0, digest=digest)
             for name, place in unpack(bucket, buffer):
                 if name in on_the_wire:
                     place.copy_(on_the_wire[name])
-            self.buffers.append(buffer)
+            self.sent.append(buffer)
 
 
 def outgoing_of(weights: Weights) -> Outgoing:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,11 @@ from rl_safe_workers.rollout.protocol import Bucket, plan_buckets
 from rl_safe_workers.root_cause import cause_of
 from rl_safe_workers.workers import weight_sync
 from rl_safe_workers.workers.outgoing import Items, Outgoing
-from rl_safe_workers.worlds import gpu_pair
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.joint_group import joint_world
 from tests.distributed.failing_sync import (
     BUCKET_BYTES,
     FAILING,
-    HALF_BYTES,
     PATIENCE,
     SOON_S,
     SYNC_S,
@@ -205,12 +204,12 @@ def test_a_weight_that_cannot_be_taken_amid_tensor_parallel_collectives_fails_al
         assert rank.waited_s < SYNC_S + 2
 
 
-LIMIT_S, READ_S = 1.0, 0.2
+LIMIT_S, READ_S, BUFFER_BYTES = 1.0, 0.2, 1024
 
 
 def _pass_within_a_limit(joint_rank: int, address: StoreAddress, folder: Path, turns: int, reads: int) -> float:
     """The reader takes its time for each of a few turns, and reads no more. Returns how long the sender waits."""
-    gpu_pair.HALF_BYTES, FilePair.folder = HALF_BYTES, folder
+    FilePair.folder = folder
     control = control_plane(address, rank=joint_rank, size=2, trainers=1, world=joint_world(0))
     pair = FilePair(
         control,
@@ -219,15 +218,19 @@ def _pass_within_a_limit(joint_rank: int, address: StoreAddress, folder: Path, t
         device=torch.device("cpu"),
         sync_timeout=timedelta(seconds=3 * LIMIT_S),
     )
+    buffers = cycle(pair.buffers(BUFFER_BYTES))
     if joint_rank == 1:
         for _ in range(reads):
             time.sleep(READ_S)
-            pair.broadcast(torch.empty(HALF_BYTES, dtype=torch.uint8), source=0)
+            pair.broadcast(next(buffers), source=0)()
         return 0.0
     start_s = time.monotonic()
     pair.limit(timedelta(seconds=LIMIT_S))
     with pytest.raises(WeightSyncError, match="joint rank 0: its pair did not keep up: "):  # noqa: PT012
-        pair.broadcast(torch.zeros(turns * HALF_BYTES, dtype=torch.uint8), source=0)
+        waits = deque([pair.broadcast(next(buffers), source=0)])
+        for _ in range(turns - 1):
+            waits.append(pair.broadcast(next(buffers), source=0))
+            waits.popleft()()
         pair.flush()
     assert not pair.is_open
     return time.monotonic() - start_s

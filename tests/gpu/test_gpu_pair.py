@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,10 @@ from rl_safe_workers.worlds.store import connect_store, serve_store
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 PATIENCE = timedelta(seconds=60)
-SIZES = (1, 5000, 64 * 2**20, 200 * 2**20 + 3)
-"""Bytes: less than a half of the shared buffer, one, and three and a bit."""
+BUFFER_BYTES = 64 * 2**20
+SIZES = (1, 5000, BUFFER_BYTES, BUFFER_BYTES - 3, 77)
+"""Bytes of the buckets of a round. Their number is odd, so that each goes through both buffers."""
+ROUNDS = 3
 
 
 def _contents(number: int) -> torch.Tensor:
@@ -43,16 +47,30 @@ def _control(rank: int, address: StoreAddress) -> ControlPlane:
     return ControlPlane(store, world=joint_world(0), rank=rank, members=members, secret=address.secret)
 
 
+def _pass_round(pair: GpuPair, device: torch.device) -> bool:
+    """Passes all buckets, which the reader copies while the next one arrives. Returns True if they arrive unchanged."""
+    buffers = pair.buffers(BUFFER_BYTES)
+    waits = deque[Callable[[], None]]()
+    copies: list[torch.Tensor] = []
+    for number, size in enumerate(SIZES):
+        buffer = buffers[number % 2][:size]
+        if pair.sends:
+            buffer.copy_(_contents(number).to(device))
+            waits.append(pair.broadcast(buffer, source=0))
+            if len(waits) > 1:
+                waits.popleft()()
+        else:
+            pair.broadcast(buffer, source=0)()
+            copies.append(buffer.clone())
+    del buffers, buffer
+    pair.flush()
+    return all(torch.equal(copy.cpu(), _contents(number)) for number, copy in enumerate(copies))
+
+
 def _pass_on(rank: int, address: StoreAddress, folder: str) -> None:
     device = torch.device("cuda", 0)
     pair = _pair(rank, address, device)
-    same = []
-    for number, size in enumerate(SIZES):
-        wanted = _contents(number).to(device)
-        tensor = wanted if rank == 0 else torch.zeros(size, dtype=torch.uint8, device=device)
-        pair.broadcast(tensor, source=0)()
-        pair.flush()
-        same.append(torch.equal(tensor, wanted))
+    same = [_pass_round(pair, device) for _ in range(ROUNDS)]
     Path(folder, f"{rank}").write_text(str(same))
     store = connect_store(address, timeout=PATIENCE)
     store.add("done", 1)
@@ -64,27 +82,28 @@ def test_weights_pass_bit_for_bit_through_shared_gpu_memory(tmp_path: Path) -> N
     server, address, _ = serve_store("127.0.0.1", timeout=PATIENCE)
     spawn(_pass_on, args=(address, str(tmp_path)), nprocs=2)
     assert server.num_keys() > 0
-    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [str([True] * len(SIZES))] * 2
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [str([True] * ROUNDS)] * 2
 
 
 def _map_forged(rank: int, address: StoreAddress, folder: str) -> None:
     store = connect_store(address, timeout=PATIENCE)
     if rank == 0:
         pair = _pair(0, address, torch.device("cuda", 0))
-        assert pair.is_open
+        assert pair.buffers(BUFFER_BYTES)
         store.wait(["refused"], PATIENCE)
         return
     forged = Path(folder, "ran")
     text = f"cposix\nsystem\n(S'touch {forged}'\ntR."
 
     class Forged(GpuPair):
-        def _map(self, device: torch.device, timeout: timedelta) -> torch.Tensor:
-            self._take(MEMORY_KEY, timeout)
+        def _map(self, size_bytes: int) -> torch.Tensor:
+            self._take(MEMORY_KEY)
             self._mailbox.leave(MEMORY_KEY, text.encode().hex().encode())
-            return super()._map(device, timeout)
+            return super()._map(size_bytes)
 
+    forged_pair = Forged(_control(1, address), generation=0, timeout=PATIENCE, device=torch.device("cuda", 0))
     with pytest.raises(WeightSyncError, match="holds no handle of the pair's memory"):
-        Forged(_control(1, address), generation=0, timeout=PATIENCE, device=torch.device("cuda", 0))
+        forged_pair.buffers(BUFFER_BYTES)
     store.set("refused", "")
 
 
