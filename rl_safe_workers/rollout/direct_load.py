@@ -16,8 +16,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_safe_workers.compat.torch_copies import copy_each
+from rl_safe_workers.rollout.cuts import BucketPart
 from rl_safe_workers.rollout.digest import digests
-from rl_safe_workers.rollout.packing import unpack
+from rl_safe_workers.rollout.packing import whole_weights
+from rl_safe_workers.rollout.part_reads import view_of
 from rl_safe_workers.rollout.protocol import Bucket
 
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -80,46 +82,61 @@ _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records copies out of a buffer, and prevents all writes."""
+    """Records copies out of the weights of a bucket, and prevents all writes."""
 
-    def __init__(self, buffer: torch.Tensor) -> None:
+    def __init__(self, bucket: Bucket, part: BucketPart, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._storage = buffer.untyped_storage().data_ptr()
+        self._bucket, self._part = bucket, part
+        self._numbers = {weight.untyped_storage().data_ptr(): number for number, (_, weight) in enumerate(weights)}
         self.copies: list[Copy] = []
         self.fills: list[tuple[torch.Tensor, float]] = []
         """Views of the model's tensors, each with the constant that is written to it."""
         self.other: str | None = None
-        """Description of the last write that is neither a constant nor a copy with equal dtype and shape; None if there
-        was no such write."""
+        """Description of the last write that is neither a constant nor a copy with equal dtype and shape out of this
+        rank's part; None if there was no such write."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func._schema.is_mutable:
             return func(*args, **(kwargs or {}))
         target = args[0]
         source = args[1] if func is torch.ops.aten.copy_.default else None
-        if (
-            isinstance(source, torch.Tensor)
-            and source.untyped_storage().data_ptr() == self._storage
-            and (source.dtype, source.shape) == (target.dtype, target.shape)
-        ):
-            self.copies.append(Copy(target, tuple(map(int, source.stride())), int(source.storage_offset())))
+        if isinstance(source, torch.Tensor) and (copy := self._copy(target, source)) is not None:
+            self.copies.append(copy)
         elif func in _FILLS:
             self.fills.append((target, args[1] if len(args) > 1 else 0))
         else:
             self.other = f"{func} of {tuple(target.shape)} {target.dtype}"
         return target
 
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Copy | None:
+        """Returns a copy out of this rank's part of a bucket; None if it is of another kind."""
+        number = self._numbers.get(source.untyped_storage().data_ptr())
+        if number is None or (source.dtype, source.shape) != (target.dtype, target.shape):
+            return None
+        cut, view = self._part.cuts[number], view_of(source)
+        if cut is not None and source.numel():
+            held = cut.within(self._bucket.specs[number].shape, view)
+            if held is None:
+                return None
+            view = held
+        return Copy(target, view.stride, view.offset + self._part.bucket.offsets[number] // source.itemsize)
+
 
 class DirectLoad:
     """A plan to load a model's weights. It is first learned, then proven, then used."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], load: Callable[[Weights], Any], *, device: torch.device, parts: int = 1
+        self,
+        buckets: Sequence[tuple[Bucket, BucketPart]],
+        load: Callable[[Weights], Any],
+        *,
+        device: torch.device,
+        parts: int = 1,
     ) -> None:
         """Watches the model's loaders, without writing to the model.
 
         Args:
-            buckets: All buckets of an update.
+            buckets: All buckets of an update, each with the part that this rank gets.
             load: The model's ``load_weights``.
             device: Device of the model.
             parts: Number of ranks over which the engine spreads its weights.
@@ -131,14 +148,15 @@ class DirectLoad:
         self._sent: list[torch.Tensor] = []
         self.obstacle: str | None = None
         """The reason why the plan cannot be used; None while no reason is known."""
-        for bucket in buckets:
-            self.obstacle = self.obstacle or self._learn(bucket, load, device)
+        for bucket, part in buckets:
+            self.obstacle = self.obstacle or self._learn(bucket, part, load, device)
 
-    def _learn(self, bucket: Bucket, load: Callable[[Weights], Any], device: torch.device) -> str | None:
+    def _learn(
+        self, bucket: Bucket, part: BucketPart, load: Callable[[Weights], Any], device: torch.device
+    ) -> str | None:
         """Learns the copies of a bucket. Returns the reason why the plan cannot be used; None if there is none."""
-        buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=device)
-        weights = list(unpack(bucket, buffer))
-        watch = _Watch(buffer)
+        weights = whole_weights(bucket, part, None, device=device)
+        watch = _Watch(bucket, part, weights)
         try:
             with torch.no_grad(), watch:
                 load(iter(weights))
@@ -149,8 +167,8 @@ class DirectLoad:
             return f"the model's loaders do more than copy: {watch.other}"
         self.copies.append(joined(watch.copies))
         self._fills.append([(target, value) for target, value in watch.fills if target.numel()])
-        copied, sent = sum(copy.target.nbytes for copy in watch.copies), sum(spec.size_bytes for spec in bucket.specs)
-        # A part of an engine takes a share of the large weights, and the small ones whole.
+        copied, sent = sum(copy.target.nbytes for copy in watch.copies), sum(part.bucket.sizes)
+        # A rank may hold a share of a weight that it gets whole.
         return None if sent // self._parts <= copied <= sent else f"the model's loaders copy {copied} of {sent} bytes"
 
     def note(self, number: int, buffer: torch.Tensor) -> None:

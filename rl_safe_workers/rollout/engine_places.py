@@ -6,7 +6,6 @@ weight in the wrong place. A rank of a tensor-parallel engine holds a cut of eac
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,103 +13,16 @@ from functools import cached_property
 
 import torch
 
+from rl_safe_workers.rollout.cuts import EXPERT, EXPERTS, JOINED, JOINED_OF, ONLY_RANK, Cut, EngineRank
 from rl_safe_workers.rollout.digest import WORD_BYTES, Span
 from rl_safe_workers.rollout.packing import DTYPES
 from rl_safe_workers.rollout.protocol import WeightSpec
 
-_JOINED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
-}
-"""Layers that hold the rows of several HF layers, in this order."""
-_JOINED_OF = {part: whole for whole, parts in _JOINED.items() for part in parts}
-_EXPERT = re.compile(r"(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<part>\w+)\.weight")
-_EXPERTS = {
-    "w13_weight": (("gate_proj", "up_proj"), ("w1", "w3")),
-    "w2_weight": (("down_proj",), ("w2",)),
-}
-"""Tensors with one matrix per expert. Each matrix holds the rows of these HF layers, in this order, in two namings."""
 _EXPERTS_LAYERS = ("{}.routed_experts.{}", "{}.{}")
 """Names of these tensors, from the layer's and the tensor's name: in vLLM 0.32, and in vLLM 0.25."""
-_ROWS_CUT = frozenset({"qkv_proj", "gate_up_proj", "w13_weight"})
-_COLUMNS_CUT = frozenset({"o_proj", "down_proj", "w2_weight"})
-"""Layers and expert tensors that a tensor-parallel engine cuts: ``_ROWS_CUT`` by rows, ``_COLUMNS_CUT`` by columns.
-A layer that is cut by columns has a whole bias."""
-_OF_KV_HEADS = ("k_proj", "v_proj")
-_VOCABULARY, _VOCABULARY_UNIT = frozenset({"embed_tokens", "lm_head"}), 64
-"""Layers with a row for each token. vLLM pads their rows to a multiple of this unit before it cuts them."""
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _PADDED = (_HEAD, _EMBEDDING)
 """Parameters that may have more rows than the vocabulary. vLLM never reads the additional rows."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRank:
-    """A rank of a tensor-parallel engine.
-
-    Example: ``EngineRank(rank=1, size=2, kv_heads=4)``
-    """
-
-    rank: int = 0
-    size: int = 1
-    kv_heads: int = 1
-    """Number of the model's key-value heads. If there are more ranks than heads, several ranks hold the same head."""
-
-    def cut(self, name: str, layer: str, shape: tuple[int, ...]) -> Cut | None:
-        """Returns the cut of a weight that this rank holds; None if it holds the whole.
-
-        Args:
-            name: HF name of the weight.
-            layer: Name of the layer, or of the expert tensor, that holds it.
-            shape: Shape of the whole weight.
-        """
-        if self.size == 1 or not shape:
-            return None
-        if layer in _COLUMNS_CUT and len(shape) > 1:
-            each = shape[-1] // self.size
-            return Cut(axis=len(shape) - 1, first=self.rank * each, length=each, of=shape[-1])
-        rows = shape[0]
-        if layer in _VOCABULARY:
-            each = -(-rows // _VOCABULARY_UNIT) * _VOCABULARY_UNIT // self.size
-            first = min(self.rank * each, rows)
-            return Cut(axis=0, first=first, length=min(each, rows - first), of=rows)
-        if layer in _ROWS_CUT:
-            parts = min(self.size, self.kv_heads) if name.split(".")[-2] in _OF_KV_HEADS else self.size
-            return Cut(axis=0, first=self.rank * parts // self.size * (rows // parts), length=rows // parts, of=rows)
-        return None
-
-
-ONLY_RANK = EngineRank()
-"""The rank of an engine without tensor parallelism."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """A range of a weight's rows or columns.
-
-    Example: ``Cut(axis=0, first=64, length=64, of=128)``
-    """
-
-    axis: int
-    first: int
-    length: int
-    of: int
-    """Number of rows or columns of the whole weight."""
-
-    def span(self, shape: tuple[int, ...], itemsize: int) -> Span | None:
-        """Returns the words of the whole weight that the cut covers; None if it starts or ends inside a word.
-
-        Args:
-            shape: Shape of the whole weight.
-            itemsize: Bytes of an element.
-        """
-        inner = torch.Size(shape[self.axis + 1 :]).numel() * itemsize
-        sizes = [self.first * inner, self.length * inner, self.of * inner]
-        if any(size % WORD_BYTES for size in sizes):
-            return None
-        start, width, stride = (size // WORD_BYTES for size in sizes)
-        return Span(start=start, width=width, stride=stride) if self.axis else Span(start=start)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,13 +45,20 @@ class Place:
     @cached_property
     def span(self) -> Span | None:
         """The words of the whole weight that are in this place; None if the cut starts or ends inside a word."""
-        return Span() if self.cut is None else self.cut.span(self.spec.shape, self._dtype.itemsize)
+        cut = self.cut
+        if cut is None:
+            return Span()
+        inner = torch.Size(self.spec.shape[cut.axis + 1 :]).numel() * self._dtype.itemsize
+        sizes = [cut.first * inner, cut.length * inner, cut.of * inner]
+        if any(size % WORD_BYTES for size in sizes):
+            return None
+        start, width, stride = (size // WORD_BYTES for size in sizes)
+        return Span(start=start, width=width, stride=stride) if cut.axis else Span(start=start)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight, or of its cut, in this place."""
-        cut, shape = self.cut, self.spec.shape
-        return shape if cut is None else (*shape[: cut.axis], cut.length, *shape[cut.axis + 1 :])
+        return self.spec.shape if self.cut is None else self.cut.shape(self.spec.shape)
 
     @cached_property
     def _dtype(self) -> torch.dtype:
@@ -238,7 +157,7 @@ def _rows(rank: EngineRank, parameter: str, spec: WeightSpec) -> int:
 def _held_by(parameter: str) -> str:
     """Returns the name of the layer, or of the expert tensor, that a parameter is or belongs to."""
     module, _, leaf = parameter.rpartition(".")
-    return leaf if leaf in _EXPERTS else module.rpartition(".")[2]
+    return leaf if leaf in EXPERTS else module.rpartition(".")[2]
 
 
 def _layer(name: str) -> str:
@@ -247,9 +166,9 @@ def _layer(name: str) -> str:
 
 def _rule(name: str, parameters: Collection[str]) -> tuple[str | None, int | None, list[str]]:
     """Returns the parameter that holds a weight, the expert's index, and the weights whose rows come first."""
-    if match := _EXPERT.fullmatch(name):
+    if match := EXPERT.fullmatch(name):
         layer, expert, part = match["layer"], int(match["expert"]), match["part"]
-        for tensor, namings in _EXPERTS.items():
+        for tensor, namings in EXPERTS.items():
             for parts in namings:
                 if part in parts:
                     names = (form.format(layer, tensor) for form in _EXPERTS_LAYERS)
@@ -257,8 +176,8 @@ def _rule(name: str, parameters: Collection[str]) -> tuple[str | None, int | Non
                     return next((one for one in names if one in parameters), None), expert, before
     module, _, leaf = name.rpartition(".")
     layer, _, part = module.rpartition(".")
-    whole = _JOINED_OF.get(part)
+    whole = JOINED_OF.get(part)
     if whole is not None and f"{layer}.{whole}.{leaf}" in parameters:
-        parts = _JOINED[whole]
+        parts = JOINED[whole]
         return f"{layer}.{whole}.{leaf}", None, [f"{layer}.{one}.{leaf}" for one in parts[: parts.index(part)]]
     return name if name in parameters else None, None, []

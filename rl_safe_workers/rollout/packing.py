@@ -8,6 +8,8 @@ from itertools import groupby, pairwise
 
 import torch
 
+from rl_safe_workers.compat.torch_copies import copy_each
+from rl_safe_workers.rollout.cuts import BucketPart
 from rl_safe_workers.rollout.protocol import ITEM_BYTES, Bucket, WeightSpec
 
 Adjacent = frozenset[tuple[str, str]]
@@ -62,6 +64,12 @@ def adjacent_in(buckets: Iterable[Bucket]) -> Adjacent:
     )
 
 
+def places_in(bucket: Bucket, buffer: torch.Tensor) -> list[torch.Tensor]:
+    """Returns a view of each weight of a bucket in its buffer, ``[bucket.size_bytes]`` of uint8."""
+    specs = bucket.specs
+    return cut(buffer, slots_of(bucket), [spec.shape for spec in specs], [DTYPES[spec.dtype] for spec in specs])
+
+
 def unpack(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the name of each weight in a bucket, with a view of it in the buffer.
 
@@ -69,6 +77,29 @@ def unpack(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Te
         bucket: The weights in ``buffer``.
         buffer: ``[bucket.size_bytes]``, uint8.
     """
-    specs = bucket.specs
-    places = cut(buffer, slots_of(bucket), [spec.shape for spec in specs], [DTYPES[spec.dtype] for spec in specs])
-    yield from zip((spec.name for spec in specs), places, strict=True)
+    yield from zip((spec.name for spec in bucket.specs), places_in(bucket, buffer), strict=True)
+
+
+def whole_weights(
+    bucket: Bucket, part: BucketPart, buffer: torch.Tensor | None, *, device: torch.device
+) -> list[tuple[str, torch.Tensor]]:
+    """Returns whole weights for loaders that take them, and read only the cut of their own rank.
+
+    Args:
+        bucket: The whole weights.
+        part: The part of ``bucket`` that this rank gets.
+        buffer: ``[part.bucket.size_bytes]`` of uint8 with the part, which is copied; None: the weights have no values.
+        device: Device of the weights.
+
+    Returns:
+        Name and tensor of each weight, each in memory of its own. Outside of its cut a weight has no values: a loader
+        must not read them; see `part_reads.PartReads`.
+    """
+    wholes = [torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=device) for spec in bucket.specs]
+    if buffer is not None:
+        held = [
+            whole if part_cut is None else whole.narrow(part_cut.axis, part_cut.first, part_cut.length)
+            for whole, part_cut in zip(wholes, part.cuts, strict=True)
+        ]
+        copy_each(held, places_in(part.bucket, buffer))
+    return [(spec.name, whole) for spec, whole in zip(bucket.specs, wholes, strict=True)]

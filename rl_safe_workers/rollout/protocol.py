@@ -89,16 +89,17 @@ def plan_buckets(specs: Sequence[WeightSpec], *, bucket_bytes: int) -> list[Buck
     used = 0
     for spec in specs:
         if current and (used + spec.slot_bytes > bucket_bytes or spec.source != current[0].source):
-            buckets.append(_bucket(current))
+            buckets.append(bucket_of(current))
             current, used = [], 0
         current.append(spec)
         used += spec.slot_bytes
     if current:
-        buckets.append(_bucket(current))
+        buckets.append(bucket_of(current))
     return buckets
 
 
-def _bucket(specs: Sequence[WeightSpec]) -> Bucket:
+def bucket_of(specs: Sequence[WeightSpec]) -> Bucket:
+    """Returns weights of one source as one bucket."""
     *offsets, end = accumulate((spec.slot_bytes for spec in specs), initial=0)
     sizes = tuple(spec.size_bytes for spec in specs)
     return Bucket(specs=tuple(specs), offsets=tuple(offsets), sizes=sizes, size_bytes=end)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from rl_safe_workers.rollout.cuts import ONLY_RANK, EngineRank
 from rl_safe_workers.rollout.digest import Span, digests
-from rl_safe_workers.rollout.engine_places import ONLY_RANK, EnginePlaces, EngineRank
+from rl_safe_workers.rollout.engine_places import EnginePlaces
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.rollout.sync_proof import HeldCut, HeldWeights
 

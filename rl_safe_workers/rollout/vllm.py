@@ -24,6 +24,7 @@ from rl_safe_workers.rollout import vllm_transfer
 from rl_safe_workers.rollout.protocol import Sample, WeightSpec
 from rl_safe_workers.rollout.sync_proof import HeldWeights
 from rl_safe_workers.rollout.tokens import ChatTokenizer
+from rl_safe_workers.topology.layout import ModelShape
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.engine_world import EngineWorld
 
@@ -210,6 +211,7 @@ class VllmRollout:
                 "colocated": self.config.cluster.colocated,
                 "specs": [asdict(spec) for spec in specs],
                 "bucket_bytes": self.config.rollout.bucket_bytes,
+                "kv_heads": ModelShape.of_model(self.config.model.path).num_key_value_heads,
             }
             self._llm.init_weight_transfer_engine({"init_info": init_info})
 

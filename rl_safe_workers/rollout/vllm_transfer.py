@@ -29,9 +29,10 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.ranks import joint_ids
+from rl_safe_workers.rollout.cuts import ONLY_RANK, BucketPart, EngineRank, engine_ranks, parts_of
 from rl_safe_workers.rollout.direct_load import DirectLoad
-from rl_safe_workers.rollout.engine_places import EngineRank
-from rl_safe_workers.rollout.packing import unpack
+from rl_safe_workers.rollout.packing import whole_weights
+from rl_safe_workers.rollout.part_reads import PartReads
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.rollout.read_back import ReadBack
 from rl_safe_workers.rollout.sync_proof import HeldWeights
@@ -67,6 +68,8 @@ class JointInitInfo(WeightTransferInitInfo):
     """Fields of each `WeightSpec`, in the order of sending."""
     bucket_bytes: int
     """Largest size of a bucket in bytes, the same on both sides."""
+    kv_heads: int
+    """Number of key-value heads by which the trainers cut weights for the ranks of an engine."""
 
 
 @dataclass
@@ -83,7 +86,9 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
     init_info_cls = JointInitInfo
     update_info_cls = JointUpdateInfo
     _group: JointGroup | GpuPair | None = None
-    _buckets: Sequence[Bucket] = ()
+    _buckets: Sequence[tuple[Bucket, Sequence[BucketPart]]] = ()
+    """All buckets of an update, each with the parts of the engine's ranks."""
+    _rank: EngineRank = ONLY_RANK
     _plan: DirectLoad | None = None
     """Plan to load buckets without the model's loaders; None before the first update, or if no plan works."""
     obstacle: str | None = _NOT_TRIED
@@ -92,6 +97,8 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
     """The weights that the model holds after the last update; None unless that was to be proved."""
     _specs: Sequence[WeightSpec] = ()
     _read_back: ReadBack | None = None
+    _reads: PartReads
+    """Checks what the model's loaders read in this update."""
     _is_broken = False
     """True if an update by vLLM's loaders has failed before its end. Some layers then still wait for weights."""
 
@@ -106,6 +113,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         self._leave(failed=init_info.generation > 0)
         timeout = timedelta(seconds=init_info.join_timeout_s)
         secret = bytes.fromhex(init_info.secret)
+        self._rank = self._engine_rank(init_info.kv_heads)
         store = connect_store(StoreAddress(host=init_info.host, port=init_info.port, secret=secret), timeout=timeout)
         control = ControlPlane(
             store,
@@ -124,10 +132,13 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             timeout=timeout,
             device=self.device,
             sync_timeout=timedelta(seconds=init_info.sync_timeout_s),
+            parts=self._rank.size,
         )
         specs = [WeightSpec(**{**fields, "shape": tuple(fields["shape"])}) for fields in init_info.specs]
         self._specs = specs
-        buckets = plan_buckets(specs, bucket_bytes=init_info.bucket_bytes)
+        ranks = engine_ranks(self._rank.size, init_info.kv_heads)
+        planned = plan_buckets(specs, bucket_bytes=init_info.bucket_bytes)
+        buckets = [(bucket, parts_of(bucket, ranks)) for bucket in planned]
         if buckets != self._buckets:
             self._buckets, self.obstacle, self._plan = buckets, _NOT_TRIED, None
 
@@ -153,7 +164,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         with _vllm_config(self.vllm_config):
             if self._is_broken:
                 self._give_layers_back()
-            self._read_back = ReadBack(self.model, self._specs, self._engine_rank()) if update_info.prove else None
+            self._read_back = ReadBack(self.model, self._specs, self._rank) if update_info.prove else None
             self._prepare()
             # `finish_weight_update` resets it. An update by the plan can be repeated after a failure.
             self._is_broken = self.obstacle is not None
@@ -162,24 +173,27 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
 
     def _receive_buckets(self, group: JointGroup | GpuPair) -> None:
         """Starts to load all buckets. Keeps no reference to their memory, which may be the trainer's."""
-        buffers = group.buffers(max((bucket.size_bytes for bucket in self._buckets), default=0))
-        arriving: tuple[int, Bucket, torch.Tensor, Callable[[], None]] | None = None
-        for number, bucket in enumerate(self._buckets):
-            buffer = buffers[number % len(buffers)][: bucket.size_bytes]
-            wait = group.broadcast(buffer, source=bucket.source)
+        mine = self._rank.rank
+        sizes = [parts[-1].end if group.has_all_parts else parts[mine].bucket.size_bytes for _, parts in self._buckets]
+        buffers = group.buffers(max(sizes, default=0))
+        arriving: tuple[int, torch.Tensor, Callable[[], None]] | None = None
+        for number, (bucket, parts) in enumerate(self._buckets):
+            start = parts[mine].start if group.has_all_parts else 0
+            buffer = buffers[number % len(buffers)][start : start + parts[mine].bucket.size_bytes]
+            # The group uses this rank's part only.
+            wait = group.broadcast(*[buffer] * len(parts), source=bucket.source)
             # After the next broadcast has started, so that one bucket is loaded while the next one arrives.
             if arriving is not None:
                 self._load(*arriving)
-            arriving = (number, bucket, buffer, wait)
+            arriving = (number, buffer, wait)
         if arriving is not None:
             self._load(*arriving)
 
-    def _engine_rank(self) -> EngineRank:
-        return EngineRank(
-            rank=get_tensor_model_parallel_rank(),
-            size=self.vllm_config.parallel_config.tensor_parallel_size,
-            kv_heads=self.model_config.get_total_num_kv_heads(),
-        )
+    def _engine_rank(self, kv_heads: int) -> EngineRank:
+        size, found = self.vllm_config.parallel_config.tensor_parallel_size, self.model_config.get_total_num_kv_heads()
+        if size > 1 and found != kv_heads:
+            raise WeightSyncError(f"vLLM cuts weights by {found} key-value heads, and the trainers by {kv_heads}")
+        return EngineRank(rank=get_tensor_model_parallel_rank(), size=size, kv_heads=kv_heads)
 
     def _prepare(self) -> None:
         if self.obstacle is None:
@@ -187,9 +201,11 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         if self.obstacle == _NOT_TRIED:
             self.obstacle = _computes(self.model)
             if self.obstacle is None:
-                parts = self.vllm_config.parallel_config.tensor_parallel_size
-                self._plan = DirectLoad(self._buckets, self.model.load_weights, device=self.device, parts=parts)
+                mine = [(bucket, parts[self._rank.rank]) for bucket, parts in self._buckets]
+                load, size = self.model.load_weights, self._rank.size
+                self._plan = DirectLoad(mine, load, device=self.device, parts=size)
                 self.obstacle = self._plan.obstacle or _NOT_PROVEN
+        self._reads = PartReads()
         if self._read_back is not None:
             self._read_back.watch()
         # Every layer now accepts weights in checkpoint layout.
@@ -204,7 +220,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         finalize_layerwise_reload(self.model, self.model_config)
         self._is_broken, self.obstacle, self._plan = False, _NOT_TRIED, None
 
-    def _load(self, number: int, bucket: Bucket, buffer: torch.Tensor, wait: Callable[[], None]) -> None:
+    def _load(self, number: int, buffer: torch.Tensor, wait: Callable[[], None]) -> None:
         wait()
         if self._plan is not None and self.obstacle is None:
             self._plan.load(number, buffer)
@@ -212,7 +228,26 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         if self._plan is not None:
             self._plan.note(number, buffer)
         # vLLM keeps weights until their layer is complete, and this buffer is soon used again.
-        self.model.load_weights(unpack(bucket, buffer.clone()))
+        bucket, parts = self._buckets[number]
+        weights = whole_weights(bucket, parts[self._rank.rank], buffer, device=self.device)
+        self._reads.watch(weights, parts[self._rank.rank])
+        with self._checked_reads():
+            self.model.load_weights(iter(weights))
+
+    @contextmanager
+    def _checked_reads(self) -> Iterator[None]:
+        """Checks what the model's loaders read, if the engine has several ranks.
+
+        Raises:
+            WeightSyncError: If they read more of a weight than was sent to this rank.
+        """
+        if self._rank.size == 1:
+            yield
+            return
+        with self._reads:
+            yield
+        if self._reads.outside is not None:
+            raise WeightSyncError(f"rank {self._rank.rank} of the engine: {self._reads.outside}")
 
     def finish_weight_update(self) -> None:
         """Converts the loaded weights to the layout of the kernels, and reads them back if they are to be proved.
@@ -226,8 +261,9 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
 
     def _finish_loading(self) -> None:
         self._is_broken = False
-        with _vllm_config(self.vllm_config):
+        with _vllm_config(self.vllm_config), self._checked_reads():
             finalize_layerwise_reload(self.model, self.model_config)
+        self._reads = PartReads()
         if self.device.type == "cpu":
             self._prepack_experts()
         if self._plan is not None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_safe_workers.errors import LayoutError, ModelError
+from rl_safe_workers.model_files import CONFIG, read_model_json
 
 if TYPE_CHECKING:
     from rl_safe_workers.config import MegatronConfig
@@ -130,6 +132,18 @@ class ModelShape:
     max_position_embeddings: int
     """Largest number of tokens of prompt and response together."""
     tie_word_embeddings: bool
+
+    @classmethod
+    def of_model(cls, path: str) -> ModelShape:
+        """Reads the sizes of a model in Hugging Face layout.
+
+        Args:
+            path: Its folder.
+
+        Raises:
+            ModelError: As `from_hf_config`; or if there is no ``config.json``, or it is not JSON.
+        """
+        return cls.from_hf_config(read_model_json(Path(path, CONFIG)))
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelShape:

@@ -18,9 +18,11 @@ from rl_safe_workers.model_files import read_model_json
 from rl_safe_workers.platforms.device_memory import SHARED_PHASES, UNMOVED_PHASES, megatron_owned
 from rl_safe_workers.platforms.platform import Platform, open_platform
 from rl_safe_workers.ranks import Role
+from rl_safe_workers.rollout.cuts import engine_ranks
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.rollout.sync_proof import SentWeights
 from rl_safe_workers.topology.groups import Features
+from rl_safe_workers.topology.layout import ModelShape
 from rl_safe_workers.trainer.batch import Floats, SequenceBatch
 from rl_safe_workers.trainer.policy import DTYPES, MegatronPolicy, sends_shapes
 from rl_safe_workers.workers.actor import MegatronActorMixin
@@ -116,6 +118,10 @@ class TrainerWorker(MegatronActorMixin, MegatronPolicy):
             generation=generation,
             colocated=self.config.cluster.colocated,
             rollout_ranks=rollout_ranks,
+            engine=engine_ranks(
+                self.config.rollout.tensor_model_parallel_size,
+                ModelShape.of_model(self.config.model.path).num_key_value_heads,
+            ),
             timeout=None if timeout_s is None else timedelta(seconds=timeout_s),
         )
 

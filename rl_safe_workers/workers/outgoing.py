@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, compress, groupby, pairwise
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from rl_safe_workers.comms.json_gather import gather_json
 from rl_safe_workers.compat.torch_copies import copy_each
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import OwnWeight
+from rl_safe_workers.rollout.cuts import BucketPart
 from rl_safe_workers.rollout.digest import Sizes
 from rl_safe_workers.rollout.packing import DTYPES, Adjacent, cut, dtype_name
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
@@ -126,6 +128,7 @@ class Outgoing:
         buffer: torch.Tensor,
         *,
         training_rank: int,
+        parts: Sequence[BucketPart] = (),
         digest: Digest | None = None,
     ) -> None:
         """Takes a bucket's weights. On the sending rank, copies them side by side into the buffer.
@@ -133,8 +136,10 @@ class Outgoing:
         Args:
             bucket: The next bucket.
             weights: This rank's weights, as `weights` yields them. The call takes those of the bucket.
-            buffer: ``[bucket.size_bytes]`` of uint8; written only on the bucket's source.
+            buffer: ``[bucket.size_bytes]`` of uint8, or with ``parts`` up to the end of the last; written only on the
+                bucket's source.
             training_rank: This rank.
+            parts: The parts of an engine's ranks, if there are several. Then each part is copied, one after another.
             digest: Called on the bucket's source before tensors are copied.
 
         Raises:
@@ -146,10 +151,11 @@ class Outgoing:
                 number += self._take(bucket, number, weights)[1] if bucket.specs[number].name in self.mine else 1
             return
         edges = (*bucket.offsets, bucket.size_bytes)
-        first, taken, shapes, slots = 0, [], [], []
+        first, taken, shapes, slots, counts = 0, [], [], [], []
         while number < end:
             tensors, count = self._take(bucket, number, weights)
             taken.append(tensors)
+            counts.append(count)
             shapes.append(_shape_of(tensors, sum(bucket.sizes[number : number + count])))
             slots.append(edges[number + count] - edges[number])
             number += count
@@ -157,9 +163,12 @@ class Outgoing:
                 if digest is not None:
                     together = [*chain.from_iterable(taken)]
                     digest(together, _sizes_in(together, bucket.sizes[first:number]))
-                places = cut(buffer[edges[first] : edges[number]], slots, shapes, [one[0].dtype for one in taken])
-                _copy(taken, places)
-                first, taken, shapes, slots = number, [], [], []
+                if len(parts) > 1:
+                    _copy_parts(parts, bucket, first, zip(taken, counts, strict=True), buffer)
+                else:
+                    block = buffer[edges[first] : edges[number]]
+                    _copy(taken, cut(block, slots, shapes, [one[0].dtype for one in taken]))
+                first, taken, shapes, slots, counts = number, [], [], [], []
 
     @staticmethod
     def _take(bucket: Bucket, number: int, weights: Items) -> tuple[Sequence[torch.Tensor], int]:
@@ -219,6 +228,73 @@ def _copy(items: Sequence[Sequence[torch.Tensor]], places: Sequence[torch.Tensor
             torch.cat([*tensors], out=place)
     alone = [(place, tensors[0]) for tensors, place in zip(items, places, strict=True) if len(tensors) == 1]
     copy_each([place for place, _ in alone], [tensor for _, tensor in alone])
+
+
+def _copy_parts(
+    parts: Sequence[BucketPart],
+    bucket: Bucket,
+    first: int,
+    items: Iterable[tuple[Sequence[torch.Tensor], int]],
+    buffer: torch.Tensor,
+) -> None:
+    """Copies the cuts of consecutive weights into the parts of a bucket, in a few launches.
+
+    Args:
+        parts: The parts of an engine's ranks.
+        bucket: The whole weights.
+        first: Number of the first weight in the bucket.
+        items: The tensors of each item, and its number of weights.
+        buffer: Memory of all parts.
+    """
+    places: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for tensors, count in items:
+        block = tensors[0].detach() if len(tensors) == 1 else torch.cat([*tensors])
+        for number, weights in _alike_in(block, bucket, range(first, first + count), parts):
+            for part in parts:
+                cut_off = part.cuts[number]
+                places.append(_place_of(part, number, len(weights), buffer))
+                sources.append(
+                    weights if cut_off is None else weights.narrow(cut_off.axis + 1, cut_off.first, cut_off.length)
+                )
+        first += count
+    dense = [place.is_contiguous() and source.is_contiguous() for place, source in zip(places, sources, strict=True)]
+    copy_each([*compress(places, dense)], [*compress(sources, dense)])
+    for place, source, is_dense in zip(places, sources, dense, strict=True):
+        if not is_dense:  # a call with such a tensor would copy all of its tensors one by one
+            place.copy_(source)
+
+
+def _alike_in(
+    block: torch.Tensor, bucket: Bucket, numbers: Sequence[int], parts: Sequence[BucketPart]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields consecutive weights of one shape and one cut as a tensor ``[weights, *shape]``, with the first's number.
+
+    Args:
+        block: Memory with the weights, one after another.
+        bucket: A bucket that has them.
+        numbers: Their numbers in the bucket.
+        parts: The parts of the bucket, which say how it is cut.
+    """
+    if len(numbers) == 1:
+        yield numbers[0], block.unsqueeze(0)
+        return
+    flat, begin, number = block.reshape(-1), 0, numbers[0]
+    # An embedding, which is cut by rows, may have the shape of the next weight, which is cut by columns.
+    cuts = ((bucket.specs[each].shape, [part.cuts[each] for part in parts]) for each in numbers)
+    for (shape, _), alike in groupby(cuts):
+        count = len([*alike])
+        size = count * math.prod(shape)
+        yield number, flat[begin : begin + size].view(count, *shape)
+        begin, number = begin + size, number + count
+
+
+def _place_of(part: BucketPart, number: int, count: int, buffer: torch.Tensor) -> torch.Tensor:
+    """Returns the place of consecutive weights of one shape in a part, ``[count, *shape of the cut]``."""
+    bucket, spec = part.bucket, part.bucket.specs[number]
+    begin, end = bucket.offsets[number], (*bucket.offsets, bucket.size_bytes)[number + count]
+    slots = buffer[part.start + begin : part.start + end].view(DTYPES[spec.dtype]).view(count, -1)
+    return slots[:, : math.prod(spec.shape)].view(count, *spec.shape)
 
 
 def _sizes_in(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -16,6 +17,7 @@ from rl_safe_workers.errors import LifecycleError, WeightSyncError, first_line, 
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.ranks import format_ranks, joint_ids, trainer_id
+from rl_safe_workers.rollout.cuts import ONLY_RANK, BucketPart, EngineRank, parts_of, plan_in_words
 from rl_safe_workers.rollout.packing import Adjacent, adjacent_in
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.rollout.sent_digests import SentDigests
@@ -25,6 +27,8 @@ from rl_safe_workers.workers.world_entry import WorldEntry
 from rl_safe_workers.worlds.gpu_pair import GpuPair
 from rl_safe_workers.worlds.joint_group import JointGroup, forget_joint_groups, joint_world, two_buffers
 from rl_safe_workers.worlds.training_rank import Part, TrainingRank
+
+logger = logging.getLogger(__name__)
 
 _NOT_PROVED = SentWeights(digests={}, seconds=0.0)
 _PAIR_SHARE, _FLUSH_SHARE = 0.5, 0.8
@@ -64,8 +68,10 @@ class WeightSync(Part):
         self._on_its_way: Callable[[], None] | None = None
         """A function that waits for the newest broadcast. None if no broadcast is under way."""
         self._outgoing: Outgoing | None = None
-        self._buckets: dict[int, tuple[list[Bucket], Adjacent]] = {}
-        """Buckets and their `adjacent_in`, by ``bucket_bytes``."""
+        self._engine: Sequence[EngineRank] = (ONLY_RANK,)
+        """The ranks of each engine."""
+        self._buckets: dict[int, tuple[list[tuple[Bucket, Sequence[BucketPart]]], Adjacent]] = {}
+        """Buckets with the parts of an engine's ranks, and their `adjacent_in`, by ``bucket_bytes``."""
 
     def join(
         self,
@@ -74,6 +80,7 @@ class WeightSync(Part):
         generation: int = 0,
         colocated: bool = False,
         rollout_ranks: Sequence[int] | None = None,
+        engine: Sequence[EngineRank] = (ONLY_RANK,),
         timeout: timedelta | None = None,
     ) -> None:
         """Joins the joint group. A trainer's joint rank is its training rank.
@@ -86,6 +93,7 @@ class WeightSync(Part):
                 member of it may be dead.
             colocated: True if each trainer shares its GPU with a rollout rank. It then sends to that rank only.
             rollout_ranks: Rollout ranks in the group, ascending; None: all, from 0.
+            engine: The ranks of each engine; see `cuts.engine_ranks`. Each gets its part of the weights.
             timeout: Longest wait for the others; None: ``rl_safe.timeouts.joint``.
 
         Raises:
@@ -96,7 +104,7 @@ class WeightSync(Part):
         door = self._entry.door
         with self.rank.lifecycle.enter(Phase.JOINT), nullcontext() if door is None else door.opened():
             self.leave(failed=generation > 0)
-            self._colocated = colocated
+            self._colocated, self._engine, self._buckets = colocated, tuple(engine), {}
             self.joint_group = (GpuPair if colocated else JointGroup)(
                 self.rank.control.of_world(
                     joint_world(generation),
@@ -107,6 +115,7 @@ class WeightSync(Part):
                 timeout=self.rank.timeout(Phase.JOINT) if timeout is None else timeout,
                 device=self.rank.device,
                 sync_timeout=self.rank.timeout(Phase.SYNC),
+                parts=len(engine),
             )
             if self.rank.training_rank == 0:
                 forget_joint_groups(self.rank.store, before=generation)
@@ -149,8 +158,9 @@ class WeightSync(Part):
         some trainers.
 
         Args:
-            bucket_bytes: Most bytes per broadcast; a larger weight travels alone. Two buckets are in memory at a time,
-                and some 64 MiB of weights that tensor parallelism splits.
+            bucket_bytes: Most bytes of weights in a bucket; a larger weight travels alone. Two buckets are in memory at
+                a time, and some 64 MiB of weights that tensor parallelism splits. A weight that an engine does not cut
+                is in a bucket once for each rank of the engine.
             prove: Whether to take digests of the weights, for ``sent``.
 
         Returns:
@@ -168,9 +178,13 @@ class WeightSync(Part):
             self.sent, self._digests = _NOT_PROVED, SentDigests() if prove else None
             if bucket_bytes not in self._buckets:
                 planned = plan_buckets(self._outgoing.specs, bucket_bytes=bucket_bytes)
-                self._buckets[bucket_bytes] = planned, adjacent_in(planned)
+                with_parts: list[tuple[Bucket, Sequence[BucketPart]]] = []
+                with_parts += [(bucket, parts_of(bucket, self._engine)) for bucket in planned]
+                self._buckets[bucket_bytes] = with_parts, adjacent_in(planned)
+                if self.rank.training_rank == 0:
+                    logger.info("weight sync: %s", plan_in_words(with_parts))
             buckets, adjacent = self._buckets[bucket_bytes]
-            failure, buffers = self._bucket_buffers(max((bucket.size_bytes for bucket in buckets), default=0))
+            failure, buffers = self._bucket_buffers(max((parts[-1].end for _, parts in buckets), default=0))
             if self._colocated or self._outgoing.is_collective:
                 # Collectives follow. A rank without memory would skip them, and the others would hang.
                 self._agree(failure)
@@ -179,7 +193,7 @@ class WeightSync(Part):
             if self._digests is not None:
                 mine = [spec.name for spec in self._outgoing.specs if spec.source == self.rank.training_rank]
                 self.sent = self._digests.sent(mine)
-            return sum(bucket.size_bytes for bucket in buckets)
+            return sum(parts[-1].end for _, parts in buckets)
 
     def _bucket_buffers(self, size_bytes: int) -> tuple[Failure | None, list[torch.Tensor]]:
         """Returns a failure or None, and buffers for two buckets."""
@@ -194,7 +208,11 @@ class WeightSync(Part):
             return Failure(text, foreign=foreign_cause(error)), []
 
     def _send(
-        self, buckets: list[Bucket], weights: Items, buffers: list[torch.Tensor], failure: Failure | None
+        self,
+        buckets: list[tuple[Bucket, Sequence[BucketPart]]],
+        weights: Items,
+        buffers: list[torch.Tensor],
+        failure: Failure | None,
     ) -> Failure | None:
         """Sends all buckets; returns the failure, or None.
 
@@ -212,15 +230,15 @@ class WeightSync(Part):
         failed_now: Failure | None = None
         try:
             # Without memory this rank packs nothing. If others need its weights, `_agree` has raised before.
-            for number, bucket in enumerate(buckets if buffers else []):
-                buffer = buffers[number % len(buffers)][: bucket.size_bytes]
-                failed_now = self._pack(bucket, weights, buffer)
+            for number, (bucket, parts) in enumerate(buckets if buffers else []):
+                buffer = buffers[number % len(buffers)][: parts[-1].end]
+                failed_now = self._pack(bucket, parts, weights, buffer)
                 if self._colocated and self.rank.training_size > 1:
                     # Each trainer passes everything on to the rollout rank beside it.
                     dist.broadcast(buffer, group_src=bucket.source, group=dist.group.WORLD)
                 if failure is not None:
                     continue
-                failure = failed_now or self._pass_on(bucket, buffer)
+                failure = failed_now or self._pass_on(bucket.source, [buffer[part.start : part.end] for part in parts])
                 if failure is not None:
                     self.leave(failed=True)
             if failure is None and next(weights, None) is not None:
@@ -230,20 +248,23 @@ class WeightSync(Part):
             self.leave(failed=True)
         return failure or self._flush()
 
-    def _pack(self, bucket: Bucket, weights: Items, buffer: torch.Tensor) -> Failure | None:
+    def _pack(
+        self, bucket: Bucket, parts: Sequence[BucketPart], weights: Items, buffer: torch.Tensor
+    ) -> Failure | None:
         assert self._outgoing is not None, "send_weights has checked this"
         try:
             digest = None if self._digests is None else self._digests.add
-            self._outgoing.pack(bucket, weights, buffer, training_rank=self.rank.training_rank, digest=digest)
+            rank = self.rank.training_rank
+            self._outgoing.pack(bucket, weights, buffer, training_rank=rank, parts=parts, digest=digest)
         except Exception as error:
             return Failure.of(error)
         return None
 
-    def _pass_on(self, bucket: Bucket, buffer: torch.Tensor) -> Failure | None:
+    def _pass_on(self, source: int, parts: Sequence[torch.Tensor]) -> Failure | None:
         """Starts to send a packed bucket to the rollout ranks, and waits for the previous one."""
         try:
             assert self.joint_group is not None, "without it, `_send` has found a failure"
-            started = self.joint_group.broadcast(buffer, source=bucket.source)
+            started = self.joint_group.broadcast(*parts, source=source)
             # Wait only now, so that this bucket is packed while the previous one is sent.
             if self._on_its_way is not None:
                 self._on_its_way()

@@ -57,6 +57,7 @@ class GpuPair:
         timeout: timedelta,
         device: torch.device,
         sync_timeout: timedelta | None = None,
+        parts: int = 1,
     ) -> None:
         """Joins. Collective over: all ranks of ``control``, for the barrier.
 
@@ -67,6 +68,7 @@ class GpuPair:
             timeout: Longest wait for the others.
             device: The GPU.
             sync_timeout: Longest wait for the other side in a sync; None for ``timeout``.
+            parts: Unused, because the rollout rank has all buffers mapped. `JointGroup` has this argument.
 
         Raises:
             PhaseTimeoutError: Naming the ranks that did not come in time.
@@ -91,6 +93,9 @@ class GpuPair:
     def is_open(self) -> bool:
         """True if the pair can be used."""
         return self._is_open
+
+    has_all_parts = True
+    """See `JointGroup.has_all_parts`."""
 
     def buffers(self, size_bytes: int) -> list[torch.Tensor]:
         """Shares memory for the broadcasts until the next `flush`. Collective over: the pair.
@@ -125,11 +130,11 @@ class GpuPair:
     def _map(self, size_bytes: int) -> torch.Tensor:
         return map_memory(self._take(MEMORY_KEY), size_bytes=size_bytes, device=self._device)
 
-    def broadcast(self, tensor: torch.Tensor, *, source: int) -> Callable[[], None]:
+    def broadcast(self, *parts: torch.Tensor, source: int) -> Callable[[], None]:
         """Passes a buffer from the trainer to its rollout rank. Collective over: the pair.
 
         Args:
-            tensor: The next of `buffers`, or its beginning. The trainer has filled it.
+            parts: The next of `buffers`, or consecutive parts from its beginning. The trainer has filled them.
             source: Unused, because the trainer always sends. `JointGroup.broadcast` has this argument.
 
         Returns:
@@ -144,7 +149,7 @@ class GpuPair:
         turn, self._turn = self._turn, self._turn + 1
         with self._working():
             if self.sends:
-                _synchronize(tensor)
+                _synchronize(parts[0])
                 self._mailbox.leave(f"filled/{turn}")
             else:
                 self._confirm(behind=BUFFERS - 1)
@@ -166,7 +171,7 @@ class GpuPair:
             raise WeightSyncError(f"joint rank {self.joint_rank}: the pair is closed")
         try:
             yield
-        except (RuntimeError, CommunicatorError) as error:
+        except (RuntimeError, CommunicatorError, WeightSyncError) as error:
             self.close()
             raise WeightSyncError(f"joint rank {self.joint_rank}: {failed}: {first_line(error)}") from error
 
@@ -256,7 +261,7 @@ def map_memory(described: bytes, *, size_bytes: int, device: torch.device) -> to
         RuntimeError: If CUDA does not map it.
     """
     try:
-        handle, size, offset, counter, counter_offset, event, waits = _handle_fields(described)
+        handle, size, offset, counter, counter_offset, event, _ = _handle_fields(described)
         if size != size_bytes or not (0 <= offset < 2**48 and 0 <= counter_offset < _COUNTERS):
             raise ValueError(f"size {size}, offset {offset}, counter {counter_offset}")
         if _COUNTER_FILE.fullmatch(counter) is None:
@@ -267,8 +272,9 @@ def map_memory(described: bytes, *, size_bytes: int, device: torch.device) -> to
             f"({type(error).__name__}: {printable(str(error))[:200]}): somebody else has written to the store"
         ) from None
     torch.cuda.init()  # type: ignore[no-untyped-call]
+    # Without its event, which torch would open in each sync and never close: the memory has not been written yet.
     storage = torch.UntypedStorage._new_shared_cuda(
-        device.index or 0, handle, size, offset, counter, counter_offset, event, waits
+        device.index or 0, handle, size, offset, counter, counter_offset, event, False
     )
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 

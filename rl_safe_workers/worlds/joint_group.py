@@ -6,10 +6,11 @@ It is a bare process group on its own store prefix. It has no name from torch's 
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -25,8 +26,11 @@ from rl_safe_workers.control.plane import NO_VERDICT, ControlPlane, Operation
 from rl_safe_workers.errors import RlSafeError, WeightSyncError, first_line, foreign_cause
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.lifecycle import Phase, timeout_setting
+from rl_safe_workers.ranks import RankId, Role
 
-_ASK_S = 1e-4
+logger = logging.getLogger(__name__)
+
+_ASK_S, _ABORT_S = 1e-4, 10.0
 _PREFIX, _WORLD = "joint", "joint group"
 _SHARE = 0.8
 
@@ -49,7 +53,11 @@ def forget_joint_groups(store: Store, *, before: int) -> None:
 
 
 class JointGroup:
-    """A communicator over trainers (joint ranks 0 to T-1) and rollout ranks (T to T+R-1)."""
+    """Communicators over trainers (joint ranks 0 to T-1) and rollout ranks (T to T+R-1).
+
+    The ranks of a tensor-parallel engine get different parts of the weights. So there is a communicator for each part:
+    over all trainers, and over the rollout ranks that get this part.
+    """
 
     def __init__(
         self,
@@ -59,6 +67,7 @@ class JointGroup:
         timeout: timedelta,
         device: torch.device,
         sync_timeout: timedelta | None = None,
+        parts: int = 1,
     ) -> None:
         """Joins. Collective over: all ranks of ``control``. Blocks until each has connected or has failed to.
 
@@ -68,6 +77,7 @@ class JointGroup:
             timeout: Longest wait for the others to come and to connect.
             device: Device of the tensors. A CPU makes a gloo group, a GPU an NCCL group.
             sync_timeout: Longest wait of one broadcast, or of a `flush` on a GPU; None for ``timeout``.
+            parts: Number of ranks of an engine. Consecutive rollout ranks get consecutive parts.
 
         Raises:
             PhaseTimeoutError: Naming the ranks that did not come, or did not connect, in time.
@@ -81,11 +91,12 @@ class JointGroup:
         # Use a connection of its own: NCCL waits in it for peers without end, and blocks it for all others.
         prefix = PrefixStore(f"{_PREFIX}/{generation}", control.store.clone())  # type: ignore[attr-defined]
         # The stubs leave out what it inherits from Backend.
-        self._group: Any = None
+        self._groups: dict[int, Any] = {}
+        """The communicators of this rank, by part; empty if the group is closed."""
         self._works: deque[Any] = deque()
         """Broadcasts for which nobody has waited. Each keeps the connections open, so keep no reference elsewhere."""
         self._started = 0
-        failure = self._connect(prefix, deadline.remaining())
+        failure = self._connect(prefix, _members_of_parts(control.members, parts), deadline.remaining())
         try:
             self._compare_outcomes(control.begin("connected", phase=Phase.JOINT), failure, deadline)
         except RlSafeError:
@@ -109,41 +120,53 @@ class JointGroup:
         if silent := [rank for rank, text in told.items() if text]:
             raise operation.late(silent, deadline, place="told")
 
-    def _connect(self, store: Store, timeout: timedelta) -> Failure | None:
+    def _connect(self, store: Store, members: Sequence[Sequence[int]], timeout: timedelta) -> Failure | None:
         """Returns what failed, not the exception: its traceback would keep the group."""
         try:
-            if self._device.type != "cuda":
-                self._group = dist.ProcessGroupGloo(store, self.joint_rank, self.size, self._sync_timeout)
-                return None
-            options = dist.ProcessGroupNCCL.Options()
-            # NCCL's watchdog would end the whole process at its timeout; `flush` raises before that.
-            options._timeout = 2 * max(timeout, self._sync_timeout) + timedelta(seconds=60)
-            self._group = dist.ProcessGroupNCCL(store, self.joint_rank, self.size, options)
-            # Connect now: NCCL would connect at the first collective, in the middle of a run, when memory is full.
-            self._group.broadcast(torch.zeros(1, device=self._device), 0).wait()
+            for part, ranks in enumerate(members):
+                if self.joint_rank in ranks:
+                    of_part = PrefixStore(str(part), store)
+                    self._groups[part] = self._communicator(of_part, ranks.index(self.joint_rank), len(ranks), timeout)
         except RuntimeError as error:
             return _failure(error)
-        return self._wait(timeout)
+        return self._wait(timeout) if self._device.type == "cuda" else None
+
+    def _communicator(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+        if self._device.type != "cuda":
+            return dist.ProcessGroupGloo(store, rank, size, self._sync_timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        # NCCL's watchdog would end the whole process at its timeout; `flush` raises before that.
+        options._timeout = 2 * max(timeout, self._sync_timeout) + timedelta(seconds=60)
+        group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+        # Connect now: NCCL would connect at the first collective, in the middle of a run, when memory is full.
+        group.broadcast(torch.zeros(1, device=self._device), 0).wait()
+        return group
 
     @property
     def is_open(self) -> bool:
         """True if the group can be used."""
-        return self._group is not None
+        return bool(self._groups)
+
+    has_all_parts = False
+    """True if a rollout rank gets the parts of other ranks, too."""
 
     def buffers(self, size_bytes: int) -> list[torch.Tensor]:
         """Returns two buffers for broadcasts, ``[size_bytes]`` of uint8. Here any tensor will do; see `GpuPair`."""
         return two_buffers(size_bytes, self._device)
 
-    def broadcast(self, tensor: torch.Tensor, *, source: int) -> Callable[[], None]:
-        """Starts to broadcast a contiguous tensor. Collective over: the joint group, in the same order on all ranks.
+    def broadcast(self, *parts: torch.Tensor, source: int) -> Callable[[], None]:
+        """Starts to broadcast contiguous tensors, each to the rollout ranks that get its part.
+
+        Collective over: the joint group, in the same order on all ranks.
 
         Args:
-            tensor: Same shape and dtype on every rank; written in place everywhere but on ``source``.
-            source: Joint rank that sends.
+            parts: A tensor for each rank of an engine. Same shapes and dtypes on every rank. On other ranks than
+                ``source``, the parts that this rank gets are written in place. A trainer gets all parts.
+            source: Training rank that sends.
 
         Returns:
-            A function that waits for the broadcast. Call it before the tensor is used or freed. On a CPU it blocks
-            until the tensor has arrived. On a GPU it makes the current stream wait, and `flush` blocks.
+            A function that waits for the broadcast. Call it before the tensors are used or freed. On a CPU it blocks
+            until they have arrived. On a GPU it makes the current stream wait, and `flush` blocks.
 
         Raises:
             WeightSyncError: If a peer is gone or the timeout passed. The group is then closed. The returned function
@@ -152,11 +175,13 @@ class JointGroup:
         """
         self._check_open()
         try:
-            self._works.append(self._group.broadcast(tensor, source))
+            for part, group in self._groups.items():
+                if parts[part].numel():
+                    self._works.append(group.broadcast(parts[part], source))
+                    self._started += 1
         except RuntimeError as error:
             failure = _failure(error)
         else:
-            self._started += 1
             return partial(self._finish, self._started)
         raise self._failed(failure)
 
@@ -174,7 +199,7 @@ class JointGroup:
             raise self._failed(failure)
 
     def _check_open(self) -> None:
-        if self._group is None:
+        if not self._groups:
             raise WeightSyncError(f"joint rank {self.joint_rank}: the joint group is closed")
 
     def _failed(self, failure: Failure) -> WeightSyncError:
@@ -216,27 +241,37 @@ class JointGroup:
         """Does nothing, because `flush` bounds the wait. `GpuPair.limit` bounds all later waits of a pair together."""
 
     def abort(self) -> None:
-        """Gives up the group and its unfinished operations. Not collective, does not wait; idempotent."""
-        group, self._group = self._group, None
+        """Gives up the group and its unfinished operations. Not collective; waits for 10 s at most; idempotent."""
+        groups, self._groups = self._groups, {}
         self._works.clear()
-        if group is None:
-            return
         if self._device.type == "cuda":
-            group.abort()
-            return
-        group.shutdown()
-        # Drop the last reference on a thread: gloo waits there until the timeout of an unfinished broadcast.
-        last = [group]
-        del group
-        Background(last.clear, name="leaving the joint group")
+            # At the same time: an abort may wait for a kernel that waits for another communicator (pytorch#119797).
+            aborts = [Background(group.abort, name="aborting a joint group") for group in groups.values()]
+            deadline = Deadline.after(_ABORT_S)
+            if not all(abort.ends(deadline) for abort in aborts):
+                logger.warning("joint rank %d: NCCL has not aborted the joint group yet", self.joint_rank)
+        elif groups:
+            for group in groups.values():
+                group.shutdown()
+            del group
+            # Drop the last references on a thread: gloo waits there until the timeout of an unfinished broadcast.
+            Background(groups.clear, name="leaving the joint group")
 
     def close(self) -> None:
         """Leaves the group. Not collective; idempotent."""
         # Connections close with the last reference; shutdown alone leaves them open.
-        group, self._group = self._group, None
+        groups, self._groups = self._groups, {}
         self._works.clear()
-        if group is not None:
+        for group in groups.values():
             group.shutdown()
+
+
+def _members_of_parts(members: Sequence[RankId], parts: int) -> list[list[int]]:
+    """Returns the joint ranks of each part: all trainers, and the rollout ranks that get it."""
+    return [
+        [rank for rank, one in enumerate(members) if one.role is Role.TRAINER or one.rank % parts == part]
+        for part in range(parts)
+    ]
 
 
 def two_buffers(size_bytes: int, device: torch.device) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import RolloutError, WeightSyncError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.rollout.cuts import engine_ranks, parts_of
 from rl_safe_workers.rollout.digest import digests
 from rl_safe_workers.rollout.packing import dtype_name, unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
@@ -83,6 +84,7 @@ class Wire:
 
     buckets: list[Bucket]
     sent: list[torch.Tensor] = field(default_factory=list)
+    has_all_parts = False
     breaks_before: int | None = None
     """Number of the bucket that does not arrive any more; None: all arrive."""
 
@@ -201,7 +203,9 @@ class ProvedEngine:
         specs = outgoing_of(weights).specs
         self._wire = Wire(plan_buckets(specs, bucket_bytes=2**18))
         self.engine._group = self._wire  # type: ignore[assignment]
-        self.engine._specs, self.engine._buckets = specs, self._wire.buckets
+        ranks = engine_ranks(1, kv_heads=1)
+        self.engine._specs = specs
+        self.engine._buckets = [(bucket, parts_of(bucket, ranks)) for bucket in self._wire.buckets]
         self.engine._plan, self.engine.obstacle = None, type(self.engine).obstacle
 
     def update(self, weights: Weights, on_the_wire: Weights | None = None) -> HeldWeights:

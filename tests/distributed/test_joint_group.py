@@ -31,10 +31,11 @@ SYNC_S = 8.0
 
 
 def _join(
-    joint_rank: int, address: StoreAddress, *, size: int = 3, generation: int = 0, timeout=PATIENCE
+    joint_rank: int, address: StoreAddress, *, size: int = 3, generation: int = 0, timeout=PATIENCE, parts: int = 1
 ) -> JointGroup:
-    control = control_plane(address, rank=joint_rank, size=size, trainers=size - 1, world=joint_world(generation))
-    return JointGroup(control, generation=generation, timeout=timeout, device=torch.device("cpu"))
+    trainers, world = size - parts, joint_world(generation)
+    control = control_plane(address, rank=joint_rank, size=size, trainers=trainers, world=world)
+    return JointGroup(control, generation=generation, timeout=timeout, device=torch.device("cpu"), parts=parts)
 
 
 def _broadcast(joint_rank: int, address: StoreAddress) -> list[Any]:
@@ -47,6 +48,21 @@ def _broadcast(joint_rank: int, address: StoreAddress) -> list[Any]:
 
 def test_everyone_gets_what_the_source_holds_without_a_default_group(address: StoreAddress) -> None:
     assert values(run_ranks(_broadcast, 3, address)) == [[[1.0, 1.0, 1.0], [1, 9], False]] * 3
+
+
+def _broadcast_parts(joint_rank: int, address: StoreAddress) -> list[list[int]]:
+    """Two trainers, of which the second sends, and an engine of two ranks."""
+    group = _join(joint_rank, address, size=4, parts=2)
+    tensors = [torch.tensor([10 * joint_rank + part]) for part in range(2)]
+    group.broadcast(*tensors, source=1)()
+    return [tensor.tolist() for tensor in tensors]
+
+
+def test_each_rank_of_an_engine_gets_its_part_and_trainers_get_all(address: StoreAddress) -> None:
+    first, second, part_0, part_1 = values(run_ranks(_broadcast_parts, 4, address))
+    assert first == second == [[10], [11]]
+    assert part_0 == [[10], [21]], "nothing is sent for the other part"
+    assert part_1 == [[30], [11]]
 
 
 def _wait_for_the_last(joint_rank: int, address: StoreAddress) -> list[Any]:

@@ -8,7 +8,6 @@ import torch
 
 from rl_safe_workers.rollout import vllm_transfer
 from rl_safe_workers.rollout.packing import unpack
-from rl_safe_workers.rollout.protocol import Bucket
 from rl_safe_workers.rollout.vllm import VllmRollout
 from rl_safe_workers.rollout.vllm_transfer import JointUpdateInfo, JointWeightTransferEngine
 
@@ -28,11 +27,12 @@ class CorruptedRollout(VllmRollout):
                 super().receive_weights(update_info)
                 self.left -= 1
 
-            def _load(self, number: int, bucket: Bucket, buffer: torch.Tensor, wait: Callable[[], None]) -> None:
+            def _load(self, number: int, buffer: torch.Tensor, wait: Callable[[], None]) -> None:
                 wait()
+                bucket, _ = self._buckets[number]
                 for name, tensor in unpack(bucket, buffer):
                     if name == CORRUPTED and self.left > 0:
                         tensor.view(torch.int32)[5, 7] ^= 1
-                super()._load(number, bucket, buffer, lambda: None)
+                super()._load(number, buffer, lambda: None)
 
         vllm_transfer.JointWeightTransferEngine = CorruptedEngine  # type: ignore[misc]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from rl_safe_workers.rollout.cuts import BucketPart, engine_ranks, parts_of
 from rl_safe_workers.rollout.direct_load import DirectLoad
 from rl_safe_workers.rollout.packing import unpack
-from rl_safe_workers.rollout.protocol import WeightSpec, plan_buckets
+from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 
 HIDDEN, EXPERTS = 4, 3
 CPU = torch.device("cpu")
@@ -124,5 +125,10 @@ def update(model: Model, plan: DirectLoad, seed: int) -> None:
         model.load_weights(unpack(bucket, buffer))
 
 
+def whole(buckets: Sequence[Bucket]) -> list[tuple[Bucket, BucketPart]]:
+    """The buckets, with the part of an engine's only rank."""
+    return [(bucket, *parts_of(bucket, engine_ranks(1, kv_heads=1))) for bucket in buckets]
+
+
 def learned(model: Model, parts: int = 1) -> DirectLoad:
-    return DirectLoad(BUCKETS, model.load_weights, device=CPU, parts=parts)
+    return DirectLoad(whole(BUCKETS), model.load_weights, device=CPU, parts=parts)

@@ -23,6 +23,7 @@ from tests.unit.loading_models import (
     learned,
     sent,
     update,
+    whole,
 )
 
 
@@ -109,7 +110,7 @@ def test_a_destination_that_is_part_of_the_model_no_more_is_not_proven() -> None
 def test_what_lies_side_by_side_here_and_there_is_copied_at_once() -> None:
     model = Model()
     (bucket,) = plan_buckets(SPECS, bucket_bytes=2**20)
-    plan = DirectLoad([bucket], model.load_weights, device=CPU)
+    plan = DirectLoad(whole([bucket]), model.load_weights, device=CPU)
     copied = [(copy.target.data_ptr(), copy.target.numel()) for copy in plan.copies[0]]
     assert copied == [(tensor.data_ptr(), tensor.numel()) for tensor in model.tensors()]
 
@@ -122,7 +123,7 @@ def test_without_an_update_nothing_is_proven() -> None:
 def test_a_bucket_that_is_not_used_up_is_not_plain() -> None:
     model = Model()
     extra = plan_buckets(SPECS[:1], bucket_bytes=100)
-    plan = DirectLoad(extra, lambda weights: None, device=CPU)
+    plan = DirectLoad(whole(extra), lambda weights: None, device=CPU)
     plan.note(0, torch.zeros(SPECS[0].slot_bytes, dtype=torch.uint8))
     assert plan.check(model.tensors()) is not None
     assert int(model.joined.count_nonzero()) == 0

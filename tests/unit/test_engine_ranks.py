@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl_safe_workers.rollout.engine_places import EngineRank
+from rl_safe_workers.rollout.cuts import EngineRank
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.rollout.read_back import ReadBack
 from rl_safe_workers.rollout.sync_proof import HeldWeights

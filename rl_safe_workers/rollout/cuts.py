@@ -1,0 +1,215 @@
+"""Plans which cut of each weight a rank of a tensor-parallel engine gets in a weight sync.
+
+The rules are vLLM's, as data. Imports neither torch nor vLLM, so that a plan can be made and shown anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
+
+from rl_safe_workers.rollout.protocol import Bucket, bucket_of
+
+JOINED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+"""Layers that hold the rows of several HF layers, in this order."""
+JOINED_OF = {part: whole for whole, parts in JOINED.items() for part in parts}
+EXPERT = re.compile(r"(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<part>\w+)\.weight")
+EXPERTS = {
+    "w13_weight": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "w2_weight": (("down_proj",), ("w2",)),
+}
+"""Tensors with one matrix per expert. Each matrix holds the rows of these HF layers, in this order, in two namings."""
+_ROWS_CUT = frozenset({"qkv_proj", "gate_up_proj", "w13_weight"})
+_COLUMNS_CUT = frozenset({"o_proj", "down_proj", "w2_weight"})
+"""Layers and expert tensors that a tensor-parallel engine cuts: ``_ROWS_CUT`` by rows, ``_COLUMNS_CUT`` by columns.
+A layer that is cut by columns has a whole bias."""
+_OF_KV_HEADS = ("k_proj", "v_proj")
+_VOCABULARY, _VOCABULARY_UNIT = frozenset({"embed_tokens", "lm_head"}), 64
+"""Layers with a row for each token. vLLM pads their rows to a multiple of this unit before it cuts them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRank:
+    """A rank of a tensor-parallel engine.
+
+    Example: ``EngineRank(rank=1, size=2, kv_heads=4)``
+    """
+
+    rank: int = 0
+    size: int = 1
+    kv_heads: int = 1
+    """Number of the model's key-value heads. If there are more ranks than heads, several ranks hold the same head."""
+
+    def cut(self, name: str, layer: str, shape: tuple[int, ...]) -> Cut | None:
+        """Returns the cut of a weight that this rank holds; None if it holds the whole.
+
+        Args:
+            name: HF name of the weight.
+            layer: Name of the layer, or of the expert tensor, that holds it.
+            shape: Shape of the whole weight.
+        """
+        if self.size == 1 or not shape:
+            return None
+        if layer in _COLUMNS_CUT and len(shape) > 1:
+            each = shape[-1] // self.size
+            return Cut(axis=len(shape) - 1, first=self.rank * each, length=each, of=shape[-1])
+        rows = shape[0]
+        if layer in _VOCABULARY:
+            each = -(-rows // _VOCABULARY_UNIT) * _VOCABULARY_UNIT // self.size
+            first = min(self.rank * each, rows)
+            return Cut(axis=0, first=first, length=min(each, rows - first), of=rows)
+        if layer in _ROWS_CUT:
+            parts = min(self.size, self.kv_heads) if name.split(".")[-2] in _OF_KV_HEADS else self.size
+            return Cut(axis=0, first=self.rank * parts // self.size * (rows // parts), length=rows // parts, of=rows)
+        return None
+
+
+ONLY_RANK = EngineRank()
+"""The rank of an engine without tensor parallelism."""
+
+
+class View(NamedTuple):
+    """A part of a tensor's memory, in elements, e.g. ``View((2, 3), (4, 1), 0)`` for three columns of four."""
+
+    shape: tuple[int, ...]
+    """All sizes are positive."""
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A range of a weight's rows or columns.
+
+    Example: ``Cut(axis=0, first=64, length=64, of=128)``
+    """
+
+    axis: int
+    first: int
+    length: int
+    of: int
+    """Number of rows or columns of the whole weight."""
+
+    def within(self, shape: Sequence[int], view: View) -> View | None:
+        """Returns the place of a view of the whole weight in the cut alone; None if the view has more than the cut.
+
+        Args:
+            shape: Shape of the whole weight, whose memory is contiguous.
+            view: The view.
+        """
+        # Elements from one index to the next along the cut's axis, and in all indices of that axis.
+        inner = math.prod(shape[self.axis + 1 :])
+        around = inner * self.of
+        reach = sum((size - 1) * step for size, step in zip(view.shape, view.stride, strict=True) if step < around)
+        begin = view.offset % around
+        if begin < self.first * inner or begin + reach >= (self.first + self.length) * inner:
+            return None
+        if any(step % around for step in view.stride if step >= around):
+            return None
+        width = inner * self.length
+        stride = tuple(step // around * width if step >= around else step for step in view.stride)
+        return View(view.shape, stride, view.offset // around * width + begin - self.first * inner)
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the cut.
+
+        Args:
+            whole: Shape of the whole weight.
+        """
+        return (*whole[: self.axis], self.length, *whole[self.axis + 1 :])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketPart:
+    """The part of a bucket that one rank of each engine gets: a cut of each large weight, and the others whole."""
+
+    bucket: Bucket
+    """The weights, with the shapes of their cuts."""
+    cuts: tuple[Cut | None, ...]
+    """The cut of each weight; None: it is whole."""
+    start: int
+    """Offset in bytes of the part in the memory of the bucket. The parts lie one after another."""
+
+    @property
+    def end(self) -> int:
+        """Offset in bytes of the part's end in the memory of the bucket."""
+        return self.start + self.bucket.size_bytes
+
+
+def engine_ranks(size: int, kv_heads: int) -> tuple[EngineRank, ...]:
+    """Returns the ranks of an engine.
+
+    Args:
+        size: Number of ranks over which vLLM's tensor parallelism cuts weights.
+        kv_heads: Number of the model's key-value heads.
+    """
+    return tuple(EngineRank(rank=rank, size=size, kv_heads=kv_heads) for rank in range(size))
+
+
+def parts_of(bucket: Bucket, ranks: Sequence[EngineRank]) -> tuple[BucketPart, ...]:
+    """Divides a bucket among the ranks of an engine. A weight that they do not cut goes to each of them.
+
+    Args:
+        bucket: Whole weights.
+        ranks: All ranks of an engine.
+    """
+    if len(ranks) == 1:
+        return (BucketPart(bucket=bucket, cuts=(None,) * len(bucket.specs), start=0),)
+    layers = [layer_of(spec.name) for spec in bucket.specs]
+    named = [*zip(bucket.specs, layers, strict=True)]
+    cuts = [tuple(rank.cut(spec.name, layer, spec.shape) for spec, layer in named) for rank in ranks]
+    buckets = [
+        bucket_of(
+            [
+                spec if cut is None else replace(spec, shape=cut.shape(spec.shape))
+                for spec, cut in zip(bucket.specs, of_rank, strict=True)
+            ]
+        )
+        for of_rank in cuts
+    ]
+    starts = accumulate((one.size_bytes for one in buckets[:-1]), initial=0)
+    parts = zip(buckets, cuts, starts, strict=True)
+    return tuple(BucketPart(bucket=one, cuts=of_rank, start=start) for one, of_rank, start in parts)
+
+
+def plan_in_words(buckets: Sequence[tuple[Bucket, Sequence[BucketPart]]]) -> str:
+    """Describes a plan in one line: the weights, and what each rank of an engine gets of them.
+
+    Args:
+        buckets: All buckets of a sync, each with its parts.
+    """
+    weights = sum(len(bucket.specs) for bucket, _ in buckets)
+    whole = sum(sum(bucket.sizes) for bucket, _ in buckets)
+    told = f"{weights} weights of {whole / 2**20:.1f} MiB in {len(buckets)} buckets"
+    by_rank = [[parts[rank] for _, parts in buckets] for rank in range(len(buckets[0][1]) if buckets else 0)]
+    if len(by_rank) < 2:
+        return told
+    cuts = [cut for part in by_rank[0] for cut in part.cuts]
+    by_rows, by_columns = (
+        sum(cut is not None and (cut.axis > 0) is columns for cut in cuts) for columns in (False, True)
+    )
+    sizes = ", ".join(f"{sum(sum(part.bucket.sizes) for part in of_rank) / 2**20:.1f}" for of_rank in by_rank)
+    return (
+        f"{told}; the ranks of an engine get {sizes} MiB: {by_rows} weights cut by rows, {by_columns} by columns, "
+        f"{cuts.count(None)} whole"
+    )
+
+
+def layer_of(name: str) -> str:
+    """Returns the name of vLLM's layer, or of its expert tensor, that holds a weight, e.g. ``"qkv_proj"``.
+
+    Args:
+        name: HF name of the weight.
+    """
+    if match := EXPERT.fullmatch(name):
+        return next((tensor for tensor, namings in EXPERTS.items() if any(match["part"] in one for one in namings)), "")
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    return JOINED_OF.get(module, module)
