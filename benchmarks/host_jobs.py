@@ -39,7 +39,7 @@ LOGS = "RL_SAFE_BENCH_LOGS"
 _SETTLE_S = 20.0
 """Seconds that Ray may take to end its own processes after the command has ended."""
 WIDE_MODEL = SeededModelConfig(
-    num_hidden_layers=4,
+    num_hidden_layers=2,
     hidden_size=4096,
     intermediate_size=8192,
     moe_intermediate_size=4096,
@@ -49,8 +49,8 @@ WIDE_MODEL = SeededModelConfig(
     num_experts=4,
     num_experts_per_tok=2,
 )
-"""A model of 1 B parameters in few layers, for timed steps. With 16,000 tokens at a time, its layers keep a GPU busy
-for longer than Python takes to launch them. Steps that wait for Python vary by a tenth."""
+"""A model of 0.5 B parameters in two wide layers, for timed steps. With 16,000 tokens at a time, a layer keeps a GPU
+busy for longer than Python takes to launch it."""
 
 
 _NODES, _DEVICES = Path("/sys/devices/system/node"), Path("/sys/bus/pci/devices")

@@ -14,11 +14,10 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from types import ModuleType
 from typing import Any
 
@@ -55,8 +54,6 @@ class Call:
     outside_torch: int | None
     """Device memory of the process that torch's allocator does not hold; None if NVML does not report it."""
     torch_reserved: int
-    cpu_s: float = 0.0
-    """CPU seconds of all threads of the process during the call."""
 
 
 def watch(owner: type | ModuleType, method: str, name: str) -> None:
@@ -151,11 +148,6 @@ def read_calls(folder: Path) -> list[Call]:
     return sorted((Call(**json.loads(line)) for line in lines), key=lambda call: call.started_s)
 
 
-def busy_share(calls: Sequence[Call]) -> float:
-    """Returns the CPU seconds per second of some calls, their median. About 1: the calls wait for Python, not a GPU."""
-    return median([call.cpu_s / call.seconds for call in calls if call.seconds > 0] or [float("nan")])
-
-
 def append(call: Call, file: Path) -> None:
     """Adds a record to a file that no other process writes."""
     with file.open("a") as records:
@@ -188,7 +180,7 @@ class _Times:
     """A moment on several clocks."""
 
     def __init__(self) -> None:
-        self.unix_s, self.elapsed_s, self.cpu_s = time.time(), time.perf_counter(), time.process_time()
+        self.unix_s, self.elapsed_s = time.time(), time.perf_counter()
 
 
 def _write(name: str, number: int, rank: int, began: _Times) -> None:
@@ -204,7 +196,6 @@ def _write(name: str, number: int, rank: int, began: _Times) -> None:
         seconds=now.elapsed_s - began.elapsed_s,
         outside_torch=None if read is None else read() - reserved,
         torch_reserved=reserved,
-        cpu_s=now.cpu_s - began.cpu_s,
     )
     append(call, Path(os.environ[FOLDER]) / f"{os.getpid()}.jsonl")
 
