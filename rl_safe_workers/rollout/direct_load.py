@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_safe_workers.compat.torch_copies import copy_each
+from rl_safe_workers.compat.torch_dispatch import TorchDispatchMode
 from rl_safe_workers.rollout.cuts import BucketPart
 from rl_safe_workers.rollout.digest import digests
 from rl_safe_workers.rollout.packing import whole_weights

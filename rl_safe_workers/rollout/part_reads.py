@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rl_safe_workers.compat.torch_dispatch import TorchDispatchMode
 from rl_safe_workers.rollout.cuts import BucketPart, Cut, View
 
 
