@@ -154,7 +154,8 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         """Receives the buckets and loads each when it arrives. Collective over: the joint group.
 
         Raises:
-            WeightSyncError: If this rank has not joined the joint group, a peer is gone, or weights come too late.
+            WeightSyncError: If this rank has not joined the joint group, a peer is gone, or weights come too late. This
+                rank then leaves the group, and also after any other error.
         """
         if self._group is None:
             raise WeightSyncError("this rollout rank has not joined the joint group")
@@ -168,8 +169,13 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             self._prepare()
             # `finish_weight_update` resets it. An update by the plan can be repeated after a failure.
             self._is_broken = self.obstacle is not None
-            self._receive_buckets(self._group)
-            self._group.flush()
+            try:
+                self._receive_buckets(self._group)
+                self._group.flush()
+            except Exception:
+                # If only this rank has failed, the others notice it by this.
+                self._leave(failed=True)
+                raise
 
     def _receive_buckets(self, group: JointGroup | GpuPair) -> None:
         """Starts to load all buckets. Keeps no reference to their memory, which may be the trainer's."""
