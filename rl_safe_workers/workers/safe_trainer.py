@@ -171,8 +171,8 @@ class SafeTrainer(TrainingRank):
     def _leave_joint_group(self, failure: str | None) -> str | None:
         """Leaves the joint group; returns the failure, or None.
 
-        After a failure it does not wait. Otherwise NCCL waits for the rollout ranks, for at most `_JOINT_SHARE` of the
-        remaining time.
+        After a failure it aborts the group. Otherwise NCCL waits for the rollout ranks, for at most `_JOINT_SHARE` of
+        the remaining time.
         """
         if failure is not None:
             self.weights.leave(failed=True)

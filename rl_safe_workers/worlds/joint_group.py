@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from rl_safe_workers.control.board import forget_where
-from rl_safe_workers.control.deadline import Background, Deadline
+from rl_safe_workers.control.deadline import Background, Deadline, DeadlineExceededError
 from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import NO_VERDICT, ControlPlane, Operation
 from rl_safe_workers.errors import RlSafeError, WeightSyncError, first_line, foreign_cause
@@ -151,7 +151,7 @@ class JointGroup:
     """True if a rollout rank gets the parts of other ranks, too."""
 
     def buffers(self, size_bytes: int) -> list[torch.Tensor]:
-        """Returns two buffers for broadcasts, ``[size_bytes]`` of uint8. Here any tensor will do; see `GpuPair`."""
+        """Returns two buffers for broadcasts, ``[size_bytes]`` of uint8. `broadcast` also takes other tensors."""
         return two_buffers(size_bytes, self._device)
 
     def broadcast(self, *parts: torch.Tensor, source: int) -> Callable[[], None]:
@@ -248,8 +248,11 @@ class JointGroup:
             # At the same time: an abort may wait for a kernel that waits for another communicator (pytorch#119797).
             aborts = [Background(group.abort, name="aborting a joint group") for group in groups.values()]
             deadline = Deadline.after(_ABORT_S)
-            if not all(abort.ends(deadline) for abort in aborts):
-                logger.warning("joint rank %d: NCCL has not aborted the joint group yet", self.joint_rank)
+            for abort in aborts:
+                try:
+                    abort.wait(deadline)
+                except (RuntimeError, DeadlineExceededError) as error:
+                    logger.warning("joint rank %d: aborting the joint group: %s", self.joint_rank, first_line(error))
         elif groups:
             for group in groups.values():
                 group.shutdown()
