@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from rl_safe_workers.findings import counted
 from rl_safe_workers.rollout.protocol import Bucket, bucket_of
 
 JOINED = {
@@ -27,7 +28,7 @@ EXPERTS = {
     "w2_weight": (("down_proj",), ("w2",)),
 }
 """Tensors with one matrix per expert. Each matrix holds the rows of these HF layers, in this order, in two namings."""
-_ROWS_CUT = frozenset({"qkv_proj", "gate_up_proj", "w13_weight"})
+_ROWS_CUT = frozenset({"qkv_proj", "q_b_proj", "kv_b_proj", "gate_up_proj", "w13_weight"})
 _COLUMNS_CUT = frozenset({"o_proj", "down_proj", "w2_weight"})
 """Layers and expert tensors that a tensor-parallel engine cuts: ``_ROWS_CUT`` by rows, ``_COLUMNS_CUT`` by columns.
 A layer that is cut by columns has a whole bias."""
@@ -188,7 +189,7 @@ def plan_in_words(buckets: Sequence[tuple[Bucket, Sequence[BucketPart]]]) -> str
     """
     weights = sum(len(bucket.specs) for bucket, _ in buckets)
     whole = sum(sum(bucket.sizes) for bucket, _ in buckets)
-    told = f"{weights} weights of {whole / 2**20:.1f} MiB in {len(buckets)} buckets"
+    told = f"{counted(weights, 'weight')} of {whole / 2**20:.1f} MiB in {counted(len(buckets), 'bucket')}"
     by_rank = [[parts[rank] for _, parts in buckets] for rank in range(len(buckets[0][1]) if buckets else 0)]
     if len(by_rank) < 2:
         return told

@@ -26,6 +26,8 @@ BUCKET = bucket_of(
         _spec("model.layers.0.self_attn.k_proj.weight", 32, HIDDEN),
         _spec("model.layers.0.self_attn.q_proj.bias", 128),
         _spec("model.layers.0.self_attn.o_proj.weight", HIDDEN, 128),
+        _spec("model.layers.1.self_attn.q_b_proj.weight", 256, HIDDEN),
+        _spec("model.layers.1.self_attn.kv_b_proj.weight", 512, HIDDEN),
         _spec("model.layers.0.mlp.gate.weight", 8, HIDDEN),
         _spec("model.layers.0.mlp.experts.3.up_proj.weight", 96, HIDDEN),
         _spec("model.layers.0.mlp.experts.3.down_proj.weight", HIDDEN, 96),
@@ -72,12 +74,12 @@ def test_an_engine_of_one_rank_gets_the_bucket() -> None:
 
 def test_the_plan_in_words() -> None:
     assert (
-        plan_in_words([(BUCKET, parts_of(BUCKET, engine_ranks(1, kv_heads=4)))]) == "9 weights of 8.6 MiB in 1 buckets"
+        plan_in_words([(BUCKET, parts_of(BUCKET, engine_ranks(1, kv_heads=4)))]) == "11 weights of 8.7 MiB in 1 bucket"
     )
     told = plan_in_words([(BUCKET, parts_of(BUCKET, engine_ranks(2, kv_heads=4)))])
     assert told == (
-        "9 weights of 8.6 MiB in 1 buckets; the ranks of an engine get 4.3, 4.3 MiB: "
-        "5 weights cut by rows, 2 by columns, 2 whole"
+        "11 weights of 8.7 MiB in 1 bucket; the ranks of an engine get 4.4, 4.3 MiB: "
+        "7 weights cut by rows, 2 by columns, 2 whole"
     )
 
 
