@@ -27,6 +27,8 @@ from tests.distributed.worker import control_plane, served_store
 BUFFER_BYTES, PAIRS, SIZE = 1024, 2, 4
 ROUNDS = 6
 PATIENCE = timedelta(seconds=60)
+READ_S = 0.01
+"""Seconds before a rollout rank reads a buffer. A trainer that did not wait for it would fill the buffer meanwhile."""
 SHORT = timedelta(seconds=1)
 SIZES = (5, 0, BUFFER_BYTES, BUFFER_BYTES - 1, 1)
 """Bytes of the buckets of a round. Their number is odd, so that each goes through both buffers."""
@@ -61,9 +63,13 @@ def _contents(pair: int, turn: int) -> list[bytes]:
 
 
 def _pass(group: FilePair, contents: list[bytes]) -> list[bytes]:
-    """Passes a round; returns what each buffer held once the call allowed its use."""
+    """Passes a round; returns what each buffer held once the call allowed its use.
+
+    Like an engine, a rollout rank reads a buffer only after it has called `broadcast` for the next one.
+    """
     buffers = group.buffers(BUFFER_BYTES)
     held, waits = [], deque[Callable[[], None]]()
+    arriving: list[tuple[torch.Tensor, Callable[[], None]]] = []
     for number, content in enumerate(contents):
         buffer = buffers[number % 2][: len(content)]
         if group.sends:
@@ -71,12 +77,21 @@ def _pass(group: FilePair, contents: list[bytes]) -> list[bytes]:
             waits.append(group.broadcast(buffer, source=0))
             if len(waits) > 1:
                 waits.popleft()()
-        else:
-            group.broadcast(buffer, source=0)()
-        held.append(buffer.numpy().tobytes())
-    del buffers, buffer
+            held.append(buffer.numpy().tobytes())
+            continue
+        arriving.append((buffer, group.broadcast(buffer, source=0)))
+        if len(arriving) > 1:
+            held.append(_read(*arriving.pop(0)))
+    held += [_read(*one) for one in arriving]
+    del buffers, buffer, arriving
     group.flush()
     return held
+
+
+def _read(buffer: torch.Tensor, wait: Callable[[], None]) -> bytes:
+    wait()
+    time.sleep(READ_S)
+    return buffer.numpy().tobytes()
 
 
 def _meet(store: Store, name: str, times: int) -> None:
