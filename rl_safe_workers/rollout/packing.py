@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 
 import torch
@@ -68,16 +68,6 @@ def places_in(bucket: Bucket, buffer: torch.Tensor) -> list[torch.Tensor]:
     """Returns a view of each weight of a bucket in its buffer, ``[bucket.size_bytes]`` of uint8."""
     specs = bucket.specs
     return cut(buffer, slots_of(bucket), [spec.shape for spec in specs], [DTYPES[spec.dtype] for spec in specs])
-
-
-def unpack(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the name of each weight in a bucket, with a view of it in the buffer.
-
-    Args:
-        bucket: The weights in ``buffer``.
-        buffer: ``[bucket.size_bytes]``, uint8.
-    """
-    yield from zip((spec.name for spec in bucket.specs), places_in(bucket, buffer), strict=True)
 
 
 def whole_weights(

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import RlSafeError, WeightSyncError
-from rl_safe_workers.rollout.packing import unpack
 from rl_safe_workers.rollout.protocol import plan_buckets
 from rl_safe_workers.workers import weight_sync
 from rl_safe_workers.workers.outgoing import Outgoing
@@ -29,6 +28,7 @@ from rl_safe_workers.worlds.joint_group import JointGroup, joint_world
 from rl_safe_workers.worlds.store import connect_store
 from tests.distributed.file_pair import FilePair
 from tests.distributed.worker import Worker, control_plane
+from tests.unpacking import unpack
 
 TRAINERS, FAILING = 2, 1
 BUCKET_BYTES = 200_000

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from rl_safe_workers.rollout.packing import adjacent_in, dtype_name, unpack
+from rl_safe_workers.rollout.packing import adjacent_in, dtype_name
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.workers.outgoing import Outgoing
 from rl_safe_workers.worlds.address import StoreAddress
 from tests.distributed.worker import Worker, run_config
+from tests.unpacking import unpack
 
 SIZE, BUCKET_BYTES, NUM_EXPERTS = 4, 20_000, 8
 QKV, SPLIT = ("q_proj", "k_proj", "v_proj"), ("o_proj", "embed_tokens", "lm_head")

@@ -22,13 +22,14 @@ from rl_safe_workers.errors import RolloutError, WeightSyncError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.rollout.cuts import engine_ranks, parts_of
 from rl_safe_workers.rollout.digest import digests
-from rl_safe_workers.rollout.packing import dtype_name, unpack
+from rl_safe_workers.rollout.packing import dtype_name
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.rollout.read_back import ReadBack
 from rl_safe_workers.rollout.sync_proof import HeldWeights
 from rl_safe_workers.workers.outgoing import Digest, Outgoing
 from rl_safe_workers.worlds.joint_group import two_buffers
 from tests.slow_digest import slow_digest
+from tests.unpacking import unpack
 
 Weights = dict[str, torch.Tensor]
 Where = Literal["before packing", "on the wire", "after the loader"]

@@ -14,7 +14,6 @@ from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import LifecycleError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.platforms import cpu
-from rl_safe_workers.rollout.packing import unpack
 from rl_safe_workers.rollout.protocol import plan_buckets
 from rl_safe_workers.trainer.policy import MegatronPolicy
 from rl_safe_workers.worlds.address import StoreAddress
@@ -22,6 +21,7 @@ from rl_safe_workers.worlds.joint_group import JointGroup, joint_world
 from rl_safe_workers.worlds.store import connect_store
 from tests.distributed.ranks import run_ranks, values
 from tests.distributed.worker import control_plane, run_config
+from tests.unpacking import unpack
 
 SIZE, BUCKET_BYTES = 4, 200_000
 PATIENCE = timedelta(seconds=60)

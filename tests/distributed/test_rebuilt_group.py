@@ -17,13 +17,13 @@ from rl_safe_workers.config import RunConfig
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.ranks import joint_ids
-from rl_safe_workers.rollout.packing import unpack
 from rl_safe_workers.rollout.protocol import plan_buckets
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.joint_group import JointGroup, joint_world
 from rl_safe_workers.worlds.store import connect_store
 from tests.distributed.ranks import run_ranks, values
 from tests.distributed.worker import Worker, run_config
+from tests.unpacking import unpack
 
 TRAINERS, BUCKET_BYTES = 2, 200_000
 PATIENCE = timedelta(seconds=30)

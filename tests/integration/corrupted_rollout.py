@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from rl_safe_workers.rollout import vllm_transfer
-from rl_safe_workers.rollout.packing import unpack
 from rl_safe_workers.rollout.vllm import VllmRollout
 from rl_safe_workers.rollout.vllm_transfer import JointUpdateInfo, JointWeightTransferEngine
+from tests.unpacking import unpack
 
 CORRUPTED = "model.layers.1.mlp.experts.3.down_proj.weight"
 

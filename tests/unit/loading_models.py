@@ -8,8 +8,8 @@ import torch
 
 from rl_safe_workers.rollout.cuts import BucketPart, engine_ranks, parts_of
 from rl_safe_workers.rollout.direct_load import DirectLoad
-from rl_safe_workers.rollout.packing import unpack
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
+from tests.unpacking import unpack
 
 HIDDEN, EXPERTS = 4, 3
 CPU = torch.device("cpu")

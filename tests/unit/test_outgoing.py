@@ -13,10 +13,11 @@ import torch
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.rollout.digest import digests
-from rl_safe_workers.rollout.packing import adjacent_in, dtype_name, unpack
+from rl_safe_workers.rollout.packing import adjacent_in, dtype_name
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.rollout.sent_digests import SentDigests
 from rl_safe_workers.workers.outgoing import Items, Outgoing
+from tests.unpacking import unpack
 
 CPU = torch.device("cpu")
 MARK = 7

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_safe_workers.rollout.packing import DTYPES, unpack
+from rl_safe_workers.rollout.packing import DTYPES
 from rl_safe_workers.rollout.protocol import ALIGNMENT_BYTES, ITEM_BYTES, Bucket, WeightSpec, plan_buckets
+from tests.unpacking import unpack
 
 MIXED = (
     WeightSpec(name="bytes", dtype="uint8", shape=(3,)),
