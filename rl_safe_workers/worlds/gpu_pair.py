@@ -261,7 +261,7 @@ def map_memory(described: bytes, *, size_bytes: int, device: torch.device) -> to
         RuntimeError: If CUDA does not map it.
     """
     try:
-        handle, size, offset, counter, counter_offset, event, _ = _handle_fields(described)
+        handle, size, offset, counter, counter_offset, event = _handle_fields(described)
         if size != size_bytes or not (0 <= offset < 2**48 and 0 <= counter_offset < _COUNTERS):
             raise ValueError(f"size {size}, offset {offset}, counter {counter_offset}")
         if _COUNTER_FILE.fullmatch(counter) is None:
@@ -279,7 +279,7 @@ def map_memory(described: bytes, *, size_bytes: int, device: torch.device) -> to
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
-def _handle_fields(described: bytes) -> tuple[bytes, int, int, bytes, int, bytes, bool]:
+def _handle_fields(described: bytes) -> tuple[bytes, int, int, bytes, int, bytes]:
     fields = json.loads(described.decode("ascii"))
     if set(fields) != set(_HANDLE_KEYS):
         raise ValueError(f"its fields are {sorted(fields)}")
@@ -289,7 +289,7 @@ def _handle_fields(described: bytes) -> tuple[bytes, int, int, bytes, int, bytes
         raise TypeError("a field is of another type")
     if max(map(len, handles)) > _LONGEST_HANDLE:
         raise ValueError(f"a handle has more than {_LONGEST_HANDLE} bytes")
-    return handles[0], numbers[0], numbers[1], handles[1], numbers[2], handles[2], fields["waits_for_event"]
+    return handles[0], numbers[0], numbers[1], handles[1], numbers[2], handles[2]
 
 
 def _synchronize(tensor: torch.Tensor) -> None:
