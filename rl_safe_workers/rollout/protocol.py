@@ -62,7 +62,7 @@ class WeightSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Consecutive weights from one source, which are sent in one broadcast."""
+    """Consecutive weights from one source, which are sent together."""
 
     specs: tuple[WeightSpec, ...]
     offsets: tuple[int, ...]

@@ -136,8 +136,8 @@ class Outgoing:
         Args:
             bucket: The next bucket.
             weights: This rank's weights, as `weights` yields them. The call takes those of the bucket.
-            buffer: ``[bucket.size_bytes]`` of uint8, or with ``parts`` up to the end of the last; written only on the
-                bucket's source.
+            buffer: Memory of the bucket, uint8; written only on the bucket's source. It has ``bucket.size_bytes``, or
+                ``parts[-1].end`` if there are several parts.
             training_rank: This rank.
             parts: The parts of an engine's ranks, if there are several. Then each part is copied, one after another.
             digest: Called on the bucket's source before tensors are copied.

@@ -89,8 +89,8 @@ class WeightSync(Part):
 
         Args:
             size: Number of trainers and rollout ranks.
-            generation: Number of rebuilds so far. Above 0, the previous group is aborted without waiting, because a
-                member of it may be dead.
+            generation: Number of rebuilds so far. Above 0, the previous group is aborted, because a member of it may be
+                dead.
             colocated: True if each trainer shares its GPU with a rollout rank. It then sends to that rank only.
             rollout_ranks: Rollout ranks in the group, ascending; None: all, from 0.
             engine: The ranks of each engine; see `cuts.engine_ranks`. Each gets its part of the weights.
@@ -124,7 +124,7 @@ class WeightSync(Part):
         """Leaves the joint group. Not collective; idempotent.
 
         Args:
-            failed: True if a collective in the group may never end. The group is then aborted without waiting.
+            failed: True if a collective in the group may never end. The group is then aborted, within 10 s.
         """
         group = self.detach()
         if group is not None:
@@ -160,7 +160,8 @@ class WeightSync(Part):
         Args:
             bucket_bytes: Most bytes of weights in a bucket; a larger weight travels alone. Two buckets are in memory at
                 a time, and some 64 MiB of weights that tensor parallelism splits. A weight that an engine does not cut
-                is in a bucket once for each rank of the engine.
+                is in a bucket once for each rank of the engine. For such engines, a copy of one kind of weights of a
+                layer, e.g. all gate matrices of its experts, is in memory, too.
             prove: Whether to take digests of the weights, for ``sent``.
 
         Returns:
