@@ -173,7 +173,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
                 self._receive_buckets(self._group)
                 self._group.flush()
             except Exception:
-                # If only this rank has failed, the others notice it by this.
+                # With gloo, the other ranks then fail at once. With NCCL, they fail in `flush`.
                 self._leave(failed=True)
                 raise
 
