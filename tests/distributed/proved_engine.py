@@ -103,6 +103,8 @@ class Wire:
 
     def close(self) -> None: ...
 
+    def abort(self) -> None: ...
+
     def send(self, weights: Weights, on_the_wire: Weights, digest: Digest | None = None) -> None:
         outgoing = outgoing_of(weights)
         taken = outgoing.weights(frozenset())
@@ -203,7 +205,6 @@ class ProvedEngine:
     def announce(self, weights: Weights) -> None:
         specs = outgoing_of(weights).specs
         self._wire = Wire(plan_buckets(specs, bucket_bytes=2**18))
-        self.engine._group = self._wire  # type: ignore[assignment]
         ranks = engine_ranks(1, kv_heads=1)
         self.engine._specs = specs
         self.engine._buckets = [(bucket, parts_of(bucket, ranks)) for bucket in self._wire.buckets]
@@ -228,6 +229,8 @@ class ProvedEngine:
         return len(self._wire.buckets)
 
     def receive(self, *, prove: bool) -> None:
+        # It has left after a broken update.
+        self.engine._group = self._wire  # type: ignore[assignment]
         self.engine.start_weight_update()
         self.engine.update_weights({"prove": prove})
         self.engine.finish_weight_update()
