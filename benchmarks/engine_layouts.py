@@ -1,6 +1,7 @@
 """Runs the main job with every layout of trainers and vLLM engines. Checks that they agree, and that syncs are proved.
 
-It runs on CPU, or on two GPUs if there are two. Trainers and engines then share the GPUs.
+It runs on CPU, or on GPUs if there are two. Trainers and engines then share two GPUs. With four GPUs, it also runs
+trainers and engines on GPUs of their own.
 """
 
 from __future__ import annotations
@@ -8,12 +9,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.gpu import RECIPE as GPU_RECIPE
 from benchmarks.gpus import count_gpus, machine
 from benchmarks.quickstart import GAP, RECIPE, require_recipe, run_recipe
-from benchmarks.table import Row, at_most
+from benchmarks.table import Goal, Row, at_most
 from rl_safe_workers.driver.outputs import metrics as names
 from rl_safe_workers.versions import installed_versions
 
@@ -32,11 +33,27 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
     "TP2": ("cluster.num_rollouts=2", "rollout.tensor_model_parallel_size=2"),
     "2 x TP1": ("cluster.num_rollouts=2",),
 }
-ON_GPUS = ("cluster.colocated=true",)
-ROLLOUTS_ON_GPUS = 2
-"""Number of rollout ranks on GPUs. Each shares its GPU with a trainer."""
+TRAINERS_ON_GPUS = 2
+"""Number of trainers on GPUs."""
 GAP_ON_GPUS = at_most(0.03)
 """Largest gap of log-probabilities on GPUs, in bf16."""
+
+
+class Placement(NamedTuple):
+    """Where trainers and engines run."""
+
+    recipe: Path
+    gap: Goal
+    overrides: tuple[str, ...] = ()
+    suffix: str = ""
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether each engine rank shares its GPU with a trainer."""
+        return COLOCATED in self.overrides
+
+
+COLOCATED = "cluster.colocated=true"
 
 
 def measure(report: Callable[[str], None]) -> list[Row]:
@@ -50,28 +67,34 @@ def measure(report: Callable[[str], None]) -> list[Row]:
         RunError: If a run fails, e.g. because a sync puts wrong weights into an engine twice.
     """
     require_recipe("engine_layouts")
-    on_gpus = count_gpus() >= ROLLOUTS_ON_GPUS
-    recipe, more = (GPU_RECIPE, ON_GPUS) if on_gpus else (RECIPE, ())
     facts: dict[str, Any] = {"machine": machine(), "versions": installed_versions(), "runs": 1}
     rows: list[Row] = []
-    for trainers, of_trainers in TRAINERS.items():
-        for engines, of_engines in ENGINES.items():
-            if on_gpus and f"cluster.num_rollouts={ROLLOUTS_ON_GPUS}" not in of_engines:
-                continue
-            pair = f"trainers {trainers}, engines {engines}"
-            with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as folder:
-                records = _run(pair, Path(folder), recipe, (*of_trainers, *of_engines, *more))
-            gap = max(record[names.LOGPROB_GAP_MAX] for record in records)
-            redone, unread = (sum(record[name] for record in records) for name in (names.REDONE, names.NOT_PROVED))
-            proved = sum(record[names.PROVED] for record in records)
-            report(f"{pair}: gap {gap:.2e} nat, {proved:.0f} digests equal, {redone:.0f} syncs redone")
-            rows += [
-                Row(name=f"{pair}: logprob gap", unit="nat", ours=gap, goal=GAP_ON_GPUS if on_gpus else GAP,
-                    **facts),
-                Row(name=f"{pair}: weights not proved, syncs redone", unit="", ours=unread + redone, goal=at_most(0),
-                    **facts),
-            ]  # fmt: skip
+    for placement in _placements(count_gpus()):
+        for trainers, of_trainers in TRAINERS.items():
+            for engines, of_engines in ENGINES.items():
+                if placement.is_colocated and f"cluster.num_rollouts={TRAINERS_ON_GPUS}" not in of_engines:
+                    continue
+                pair = f"trainers {trainers}, engines {engines}{placement.suffix}"
+                with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as folder:
+                    overrides = (*of_trainers, *of_engines, *placement.overrides)
+                    records = _run(pair, Path(folder), placement.recipe, overrides)
+                gap = max(record[names.LOGPROB_GAP_MAX] for record in records)
+                redone, unread = (sum(record[name] for record in records) for name in (names.REDONE, names.NOT_PROVED))
+                proved = sum(record[names.PROVED] for record in records)
+                report(f"{pair}: gap {gap:.2e} nat, {proved:.0f} digests equal, {redone:.0f} syncs redone")
+                rows += [
+                    Row(name=f"{pair}: logprob gap", unit="nat", ours=gap, goal=placement.gap, **facts),
+                    Row(name=f"{pair}: weights not proved, syncs redone", unit="", ours=unread + redone,
+                        goal=at_most(0), **facts),
+                ]  # fmt: skip
     return rows
+
+
+def _placements(gpus: int) -> list[Placement]:
+    if gpus < TRAINERS_ON_GPUS:
+        return [Placement(RECIPE, GAP)]
+    colocated = Placement(GPU_RECIPE, GAP_ON_GPUS, (COLOCATED,), ", colocated")
+    return [colocated, *([] if gpus < 2 * TRAINERS_ON_GPUS else [Placement(GPU_RECIPE, GAP_ON_GPUS)])]
 
 
 def _run(pair: str, folder: Path, recipe: Path, overrides: tuple[str, ...]) -> list[dict[str, Any]]:

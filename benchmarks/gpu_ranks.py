@@ -49,6 +49,8 @@ ROUNDS = 4
 """Number of times that each thing is timed. The first time, which allocates, does not count."""
 BLOCKS, BLOCK_STEPS = 10, 10
 """Number of blocks of each way to take steps, and number of steps of a block."""
+PROVES = (False, True)
+"""Values of ``prove`` of the syncs that are timed."""
 STEP_ROUNDS = 9
 """Number of rounds of steps. The host's time to launch thousands of kernels varies by about 10 %."""
 TRACES = os.environ.get("RL_SAFE_BENCH_TRACES")
@@ -100,13 +102,14 @@ class Rollout(Ranks):
         self.worker.start(time.time())
         specs = [WeightSpec(**{**s, "shape": tuple(s["shape"])}) for s in json.loads(self.store.get("bench/specs"))]
         self.worker.join(self.address, range(self.rollouts), specs)
-        for _ in range(ROUNDS):
-            self.meet()
-            self.worker.receive_weights()
-            self.meet()
-        if TRACES:
-            with _traced(f"rollout_{self.rank}"):
-                self.worker.receive_weights()
+        for prove in PROVES:
+            for _ in range(ROUNDS):
+                self.meet()
+                self.worker.receive_weights(prove)
+                self.meet()
+            if TRACES:
+                with _traced(f"rollout_{self.rank}{'_proved' if prove else ''}"):
+                    self.worker.receive_weights(prove)
         self.store.set(f"bench/obstacle/{self.rank}", str(self.worker.loads_through()))
         self.meet()
         self.worker.teardown()
@@ -176,16 +179,18 @@ class Trainer(Ranks):
     def _sync(self) -> None:
         """Times weight syncs, until the last rollout rank has its weights in place, and broadcasts of as many bytes."""
         self.worker.meet_rollouts(range(self.rollouts))
-        for _ in range(ROUNDS):
-            self.meet()
-            started_s = time.perf_counter()
-            self.worker.sync()
-            self.seconds["sent"].append(time.perf_counter() - started_s)
-            self.meet()
-            self.seconds["sync"].append(time.perf_counter() - started_s)
-        if TRACES:
-            with _traced(f"trainer_{self.rank}"):
-                self.worker.sync()
+        for prove in PROVES:
+            kind = "proved_" if prove else ""
+            for _ in range(ROUNDS):
+                self.meet()
+                started_s = time.perf_counter()
+                self.worker.sync(prove)
+                self.seconds[f"{kind}sent"].append(time.perf_counter() - started_s)
+                self.meet()
+                self.seconds[f"{kind}sync"].append(time.perf_counter() - started_s)
+            if TRACES:
+                with _traced(f"trainer_{self.rank}{'_proved' if prove else ''}"):
+                    self.worker.sync(prove)
         self.meet()
         self.values["obstacles"] = [self.store.get(f"bench/obstacle/{rank}").decode() for rank in range(self.rollouts)]
         own = self.worker.own_hf_weights()

@@ -138,7 +138,7 @@ class HostedTrainer:
         """Returns the digests taken since `prove_sync`, and stops taking them. Waits for the device."""
         digests, self.digests = self.digests, None
         assert digests is not None, "prove_sync comes before it"
-        return digests.sent(digests.names)
+        return digests.sent()
 
     def meet_neighbours(self, *, stop_limit_s: float) -> None:
         """Lets the ranks on this machine find the rank that failed first, in a job without a driver of ours.

@@ -11,6 +11,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
@@ -69,7 +70,8 @@ def digests(
         return torch.empty(0, dtype=torch.int64)
     device = tensors[0].device
     if device.type == "cuda" and (kernel := _kernel(device)) is not None:
-        return kernel(tensors, spans, sizes)
+        by_kernel: torch.Tensor = kernel.digests_of(tensors, spans, sizes)
+        return by_kernel
     if sizes is not None:
         tensors = [part for tensor, parts in zip(tensors, sizes, strict=True) for part in parts_of(tensor, parts)]
     spans = [Span()] * len(tensors) if spans is None else spans
@@ -93,19 +95,38 @@ def digests(
     return found
 
 
-@functools.cache
-def _kernel(
-    device: torch.device,
-) -> Callable[[Sequence[torch.Tensor], Sequence[Span] | None, Sizes | None], torch.Tensor] | None:
-    """Returns the function that takes digests by a kernel; None if the kernel cannot be built on this machine."""
-    try:
-        from rl_safe_workers.rollout.digest_kernel import digests_of
+def prepared(
+    tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None, *, sizes: Sizes | None = None
+) -> Callable[[], torch.Tensor]:
+    """Returns a function that returns what `digests` returns, of the bytes that the tensors have when it is called.
 
-        digests_of([torch.zeros(1, device=device)])
+    For a model with thousands of weights, it takes longer to describe them to the kernel than to read them. The
+    function has done that already.
+
+    Args:
+        tensors: As for `digests`. Their memory must stay where it is.
+        spans: As for `digests`.
+        sizes: As for `digests`.
+    """
+    kernel = _kernel(tensors[0].device) if tensors and tensors[0].is_cuda else None
+    table = None if kernel is None else kernel.table_of(tensors, spans, sizes)
+    if table is None:
+        return functools.partial(digests, [tensor.detach() for tensor in tensors], spans, sizes=sizes)
+    take: Callable[[], torch.Tensor] = table.digests
+    return take
+
+
+@functools.cache
+def _kernel(device: torch.device) -> ModuleType | None:
+    """Returns the module that takes digests by a kernel; None if the kernel cannot be built on this machine."""
+    try:
+        from rl_safe_workers.rollout import digest_kernel
+
+        digest_kernel.digests_of([torch.zeros(1, device=device)])
     except Exception as error:  # Triton raises what its compiler raises
         logger.warning("digests of weights take longer, because their kernel cannot be built: %s", in_one_line(error))
         return None
-    return digests_of
+    return digest_kernel
 
 
 def _batches(

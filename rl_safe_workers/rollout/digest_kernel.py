@@ -29,7 +29,7 @@ the words of a run, and the words between two runs that are not the tensor's."""
 
 
 class _Batch(NamedTuple):
-    """The memory of some tensors or parts of them, and the copies that stand for some of them."""
+    """The memory of some tensors or parts of them, and the copies that stand in for some of them."""
 
     addresses: list[int]
     sizes: list[int]
@@ -47,22 +47,34 @@ def digests_of(
         spans: As for `digest.digests`.
         sizes: As for `digest.digests`.
     """
-    device = tensors[0].device
-    if sizes is None:
-        sizes = [(tensor.nbytes,) for tensor in tensors]
-    found = torch.zeros(sum(map(len, sizes)), dtype=torch.int64, device=device)
-    first = 0
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        for batch in _batches(tensors, sizes):
-            end = first + len(batch.addresses)
-            _launch(batch, None if spans is None else spans[first:end], found[first:end])
-            first = end
-    return found
+    device, first = tensors[0].device, 0
+    found: list[torch.Tensor] = []
+    for batch in _batches(tensors, sizes):
+        end = first + len(batch.addresses)
+        found.append(Table(batch, None if spans is None else spans[first:end], device).digests())
+        first = end
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _batches(tensors: Sequence[torch.Tensor], sizes: Sizes) -> Iterator[_Batch]:
+def table_of(
+    tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None, sizes: Sizes | None = None
+) -> Table | None:
+    """Returns the table of tensors whose digests are taken again and again; None if one of them must be copied.
+
+    Args:
+        tensors: As for `digests_of`. They must stay where they are as long as the table is used.
+        spans: As for `digests_of`.
+        sizes: As for `digests_of`.
+    """
+    batch = next(_batches(tensors, sizes))
+    return None if batch.copies else Table(batch, spans, tensors[0].device)
+
+
+def _batches(tensors: Sequence[torch.Tensor], sizes: Sizes | None) -> Iterator[_Batch]:
     """Yields the parts of tensors of each launch. The loop is short, because a model has thousands of weights."""
     batch, copied_bytes = _Batch([], [], []), 0
+    if sizes is None:
+        sizes = [(tensor.nbytes,) for tensor in tensors]
     for tensor, parts in zip(tensors, sizes, strict=True):
         address = tensor.data_ptr()
         if address % WORD_BYTES or any(size % WORD_BYTES for size in parts) or not tensor.is_contiguous():
@@ -83,36 +95,47 @@ def _batches(tensors: Sequence[torch.Tensor], sizes: Sizes) -> Iterator[_Batch]:
         yield batch
 
 
-def _launch(batch: _Batch, spans: Sequence[Span] | None, found: torch.Tensor) -> None:
-    """Adds the digests of a batch to ``found``, int64 ``[len(batch.addresses)]``."""
-    addresses, words = np.array(batch.addresses), np.array(batch.sizes) // WORD_BYTES
-    chunks = -(-words // _CHUNK)
-    owners = np.repeat(np.arange(len(words)), chunks)
-    if not owners.size:
-        return
-    firsts = (np.arange(owners.size) - np.repeat(np.cumsum(chunks) - chunks, chunks)) * _CHUNK
-    starts = skips = np.zeros_like(words)
-    widths = np.maximum(words, 1)
-    if spans is not None:
-        starts, given, strides = np.array([(span.start, span.width, span.stride) for span in spans]).T
-        widths, skips = np.where(given, given, widths), strides - given
-    arrays = [addresses, words, starts, widths, skips, owners, firsts]
-    # A copy from memory that is not pinned would wait for the GPU. numpy fills it, with one thread: torch would use all
-    # cores for this megabyte, and wait 20 ms for them on a busy machine.
-    packed = torch.empty(sum(map(len, arrays)), dtype=torch.int64, pin_memory=found.is_cuda)
-    np.concatenate(arrays, out=packed.numpy())
-    packed = packed.to(found.device, non_blocking=True)
-    digest_chunk[(owners.size,)](
-        found,
-        packed,
-        packed[_FIELDS * len(words) :],
-        packed[_FIELDS * len(words) + owners.size :],
-        len(words),
-        **constants(
-            in_runs=bool((widths < words).any()),
-            is_aligned=not (addresses % _VECTOR_BYTES).any(),
-        ),
-    )
+class Table:
+    """What the kernel must know of some tensors, on their device."""
+
+    def __init__(self, batch: _Batch, spans: Sequence[Span] | None, device: torch.device) -> None:
+        """Describes a batch. Does not wait for the GPU.
+
+        Args:
+            batch: The memory of the tensors. It must stay where it is as long as the table is used.
+            spans: As for `digest.digests`.
+            device: The tensors' device.
+        """
+        addresses, words = np.array(batch.addresses), np.array(batch.sizes) // WORD_BYTES
+        chunks = -(-words // _CHUNK)
+        owners = np.repeat(np.arange(len(words)), chunks)
+        firsts = (np.arange(owners.size) - np.repeat(np.cumsum(chunks) - chunks, chunks)) * _CHUNK
+        starts = skips = np.zeros_like(words)
+        widths = np.maximum(words, 1)
+        if spans is not None:
+            starts, given, strides = np.array([(span.start, span.width, span.stride) for span in spans]).T
+            widths, skips = np.where(given, given, widths), strides - given
+        arrays = [addresses, words, starts, widths, skips, owners, firsts]
+        # A copy from memory that is not pinned would wait for the GPU. numpy fills it, with one thread: torch would use
+        # all cores for this megabyte, and wait 20 ms for them on a busy machine.
+        packed = torch.empty(sum(map(len, arrays)), dtype=torch.int64, pin_memory=device.type == "cuda")
+        np.concatenate(arrays, out=packed.numpy())
+        self._packed = packed.to(device, non_blocking=True)
+        self._tensors, self._programs = len(words), int(owners.size)
+        self._constants = constants(
+            in_runs=bool((widths < words).any()), is_aligned=not (addresses % _VECTOR_BYTES).any()
+        )
+
+    def digests(self) -> torch.Tensor:
+        """Returns the digest of each tensor of the batch, as it is now: int64. Does not wait for the GPU."""
+        packed, owners = self._packed, _FIELDS * self._tensors
+        found = torch.zeros(self._tensors, dtype=torch.int64, device=packed.device)
+        with torch.cuda.device(packed.device) if packed.is_cuda else nullcontext():
+            if self._programs:
+                digest_chunk[(self._programs,)](
+                    found, packed, packed[owners:], packed[owners + self._programs :], self._tensors, **self._constants
+                )
+        return found
 
 
 def constants(*, in_runs: bool, is_aligned: bool) -> dict[str, int]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from rl_safe_workers.rollout.cuts import ONLY_RANK, EngineRank
-from rl_safe_workers.rollout.digest import Span, digests
+from rl_safe_workers.rollout.digest import Span, prepared
 from rl_safe_workers.rollout.engine_places import EnginePlaces
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.rollout.sync_proof import HeldCut, HeldWeights
@@ -34,6 +36,24 @@ def obstacle(vllm_config: Any) -> str | None:
     if vllm_config.model_config.is_multimodal_model:
         return "its model is multimodal"
     return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """The memory of places in a model."""
+
+    numbers: tuple[int, ...]
+    """Numbers of the places."""
+    take: Callable[[], torch.Tensor]
+    """Takes the places' digests: int64."""
+    sizes: Mapping[str, int]
+    """Number of elements of each parameter that has one of the places, by name."""
+    is_lasting: bool
+    """True if it can be used as long as the parameters stay where they are. A place in another dtype is a copy."""
+
+
+_KEPT: WeakKeyDictionary[torch.nn.Module, tuple[EnginePlaces, Hashable, _Layout]] = WeakKeyDictionary()
+"""The last layout of all places of a model, with what it depends on. To make one takes longer than to read it."""
 
 
 class ReadBack:
@@ -90,10 +110,16 @@ class ReadBack:
             name: Name of the module.
             convert: Converts its weights.
         """
-        before = self._read(self._numbers.get(name, []))
+        started_s = time.monotonic()
+        layout = self._layout(self._numbers.get(name, []))
+        before = self._read(layout)
+        self._seconds += time.monotonic() - started_s
         convert()
-        after = self._read(before)
+        started_s = time.monotonic()
+        after = self._read(self._layout(before))
         self._converted |= {number: digest for number, digest in before.items() if after.get(number) != digest}
+        self._sizes |= layout.sizes
+        self._seconds += time.monotonic() - started_s
 
     def stop(self) -> None:
         """Ends the effect of `watch`. Idempotent."""
@@ -102,8 +128,9 @@ class ReadBack:
     def finish(self) -> HeldWeights:
         """Reads all weights that no layer has converted. Waits for the device."""
         self.stop()
-        held = self._read([number for number in range(len(self._found.places)) if number not in self._converted])
-        held |= self._converted
+        started_s = time.monotonic()
+        layout = self._kept_layout() if not self._converted else self._layout(self._unconverted())
+        held = self._read(layout) | self._converted
         whole: list[tuple[str, int]] = []
         cuts: list[HeldCut] = []
         unread: list[str] = []
@@ -115,14 +142,18 @@ class ReadBack:
                 whole.append((name, digest))
             else:
                 cuts.append(HeldCut(name=name, digest=digest, first=cut.first, length=cut.length, of=cut.of))
+        self._sizes |= layout.sizes
         return HeldWeights(
             digests=tuple(whole),
             cuts=tuple(cuts),
             converted=len(self._converted),
             unread=(*self._found.unplaced, *unread),
             faults=(*self._found.faults, *self._found.gaps(self._sizes)),
-            seconds=self._seconds,
+            seconds=self._seconds + time.monotonic() - started_s,
         )
+
+    def _unconverted(self) -> list[int]:
+        return [number for number in range(len(self._found.places)) if number not in self._converted]
 
     @cached_property
     def _numbers(self) -> dict[str, list[int]]:
@@ -132,13 +163,27 @@ class ReadBack:
             found.setdefault(place.parameter.rpartition(".")[0], []).append(number)
         return found
 
-    def _read(self, numbers: Iterable[int]) -> dict[int, int]:
-        """Returns the digests of places, by their numbers. Leaves out a place that its rule does not fit."""
-        started_s = time.monotonic()
+    def _kept_layout(self) -> _Layout:
+        """Returns the layout of all places. Keeps it for later updates, while the parameters stay where they are."""
+        where = tuple(
+            (name, each.data_ptr(), each.shape, each.stride(), each.dtype)
+            for name, each in self._model.named_parameters()
+        )
+        kept = _KEPT.get(self._model)
+        if kept is None or kept[0] is not self._found or kept[1] != where:
+            layout = self._layout(range(len(self._found.places)))
+            if not layout.is_lasting:
+                return layout
+            kept = _KEPT[self._model] = self._found, where, layout
+        return kept[2]
+
+    def _layout(self, numbers: Iterable[int]) -> _Layout:
+        """Finds the memory of places. Leaves out a place that its rule does not fit."""
         parameters: dict[str, torch.Tensor] = {}
         read: list[int] = []
         views: list[torch.Tensor] = []
         spans: list[Span] = []
+        is_lasting = True
         for number in numbers:
             place = self._found.places[number]
             parameter = parameters.get(place.parameter)
@@ -149,10 +194,18 @@ class ReadBack:
                 read.append(number)
                 views.append(view)
                 spans.append(span)
-                self._sizes[place.parameter] = parameter.numel()
-        found = dict(zip(read, digests(views, spans).tolist(), strict=True))
-        self._seconds += time.monotonic() - started_s
-        return found
+                is_lasting &= view.dtype == parameter.dtype
+        sizes = {self._found.places[number].parameter: 0 for number in read}
+        return _Layout(
+            numbers=tuple(read),
+            take=prepared(views, spans),
+            sizes={name: parameters[name].numel() for name in sizes},
+            is_lasting=is_lasting,
+        )
+
+    def _read(self, layout: _Layout) -> dict[int, int]:
+        """Returns the digests of places, by their numbers. Waits for the device."""
+        return dict(zip(layout.numbers, layout.take().tolist(), strict=True))
 
 
 @lru_cache(maxsize=2)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 
-from rl_safe_workers.rollout.digest import Sizes, digests
+from rl_safe_workers.rollout.digest import digests
 from rl_safe_workers.rollout.sync_proof import SentWeights
 
 AT_ONCE_BYTES = 64 * 2**20
@@ -16,27 +17,32 @@ AT_ONCE_BYTES = 64 * 2**20
 
 
 class SentDigests:
-    """Takes digests of the weights of one sync, in the order of sending.
-
-    Attributes:
-        names: Names of the weights that have passed.
-    """
+    """Takes digests of the weights of one sync."""
 
     def __init__(self) -> None:
         """Has seen no weight yet."""
-        self.names: list[str] = []
+        self._names: list[str] = []
+        """Name of the weight of each digest."""
+        self._known: set[str] = set()
         self._digests: list[torch.Tensor] = []
         self._seconds = 0.0
 
-    def add(self, tensors: Sequence[torch.Tensor], sizes: Sizes | None = None) -> None:
-        """Takes digests of the next weights. Does not wait for a GPU.
+    def __contains__(self, name: str) -> bool:
+        """Returns True if a weight has a digest."""
+        return name in self._known
+
+    def add(self, names: Iterable[str], take: Callable[[], torch.Tensor]) -> None:
+        """Takes digests of weights. Does not wait for a GPU.
 
         Args:
-            tensors: Each is a weight, or memory with several weights, one after another.
-            sizes: Bytes of the weights in each tensor; None: each tensor is a weight.
+            names: HF names of the weights.
+            take: Returns their digests, as `digest.digests` does.
         """
         started_s = time.monotonic()
-        self._digests.append(digests(tensors, sizes=sizes))
+        self._digests.append(take())
+        first = len(self._names)
+        self._names += names
+        self._known.update(self._names[first:])
         self._seconds += time.monotonic() - started_s
 
     def passing(
@@ -93,21 +99,16 @@ class SentDigests:
             self._noted(weights)
 
     def _noted(self, weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        self.names += [name for name, _ in weights]
-        self.add([tensor for _, tensor in weights])
+        self.add([name for name, _ in weights], partial(digests, [tensor for _, tensor in weights]))
         return weights
 
-    def sent(self, names: Sequence[str]) -> SentWeights:
-        """Returns the digests. Waits for the device.
-
-        Args:
-            names: HF name of each weight, in the order of sending.
-        """
+    def sent(self) -> SentWeights:
+        """Returns the digests. Waits for the device."""
         started_s = time.monotonic()
         if self._digests and self._digests[0].is_cuda:
             torch.cuda.synchronize(self._digests[0].device)  # the host may have sent weights from other streams
         found = torch.cat(self._digests).tolist() if self._digests else []
-        by_name = dict(zip(names, found, strict=True))
+        by_name = dict(zip(self._names, found, strict=True))
         return SentWeights(digests=by_name, seconds=self._seconds + time.monotonic() - started_s)
 
 

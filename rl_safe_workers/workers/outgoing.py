@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, compress, groupby, pairwise
 
 import torch
@@ -16,17 +17,15 @@ from rl_safe_workers.compat.torch_copies import copy_each
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.rollout.cuts import BucketPart
-from rl_safe_workers.rollout.digest import Sizes
+from rl_safe_workers.rollout.digest import digests as digests_of
+from rl_safe_workers.rollout.digest import prepared
 from rl_safe_workers.rollout.packing import DTYPES, Adjacent, cut, dtype_name
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
-from rl_safe_workers.rollout.sent_digests import AT_ONCE_BYTES
+from rl_safe_workers.rollout.sent_digests import AT_ONCE_BYTES, SentDigests
 
 Items = Iterator[tuple[tuple[str, ...], Sequence[torch.Tensor]]]
 """Yields items: the names of some weights, and tensors whose memory is exactly these weights, one after another. The
 tensors of an item have one dtype, and the same shape except in the first dimension."""
-Digest = Callable[[Sequence[torch.Tensor], Sizes], None]
-"""Takes tensors, and the bytes of the weights in each of them."""
-
 _NOTHING = (("nothing",), (torch.empty(0),))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Classes of parameters that ``torch.cat`` joins byte for byte. A quantised parameter has a class of its own."""
@@ -56,6 +55,11 @@ class Outgoing:
 
     The argument is the result of `adjacent_in`: only adjacent weights may share an item.
     """
+    in_place: Callable[[Adjacent], Items] = lambda _: iter(())
+    """Yields the items of ``weights`` that this rank sends and whose tensors are its parameters. Not collective. Leaves
+    out parameters whose memory is freed."""
+    _prepared: dict[Hashable, Callable[[], torch.Tensor]] = field(default_factory=dict)
+    """The newest function that takes the digests of ``in_place``, by what it depends on."""
 
     @classmethod
     def of_all(cls, export: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> Outgoing:
@@ -98,18 +102,23 @@ class Outgoing:
         if len({spec.name for spec in specs}) < len(specs):
             raise WeightSyncError("two training ranks would send the same weight")
         in_order = sorted(own, key=lambda weight: weight.place)
+        sent = {spec.name for spec in specs if spec.source == training_rank}
 
         @functools.cache
         def runs(adjacent: Adjacent) -> list[_Run]:
             return _runs_of(in_order, adjacent)
+
+        def in_place(adjacent: Adjacent) -> Items:
+            for run in runs(adjacent):
+                if run.parameters and run.names[0] in sent and not _is_freed(run):
+                    yield tuple(run.names), run.parameters
 
         def weights(adjacent: Adjacent) -> Items:
             for run in runs(adjacent):
                 if not run.parameters:
                     yield from zip(zip(run.names), zip(run.make()), strict=True)
                     continue
-                if any(each.untyped_storage().nbytes() < each.nbytes for each in run.parameters):
-                    # A copy from it would end the process. torch checks this only when it makes a view.
+                if _is_freed(run):
                     raise WeightSyncError(f"weight {_in_words(run.names)}: the memory of a parameter is freed")
                 yield tuple(run.names), run.parameters
 
@@ -118,7 +127,30 @@ class Outgoing:
             mine=frozenset(name for weight in own for name in weight.names),
             is_collective=any(is_split for _, is_split in everyone),
             weights=weights,
+            in_place=in_place,
         )
+
+    def digest_in_place(self, digests: SentDigests, adjacent: Adjacent) -> None:
+        """Takes the digests of all weights that this rank sends out of its parameters. Not collective.
+
+        That takes one launch. While the parameters stay where they are, later syncs need no preparation.
+
+        Args:
+            digests: Takes the digests.
+            adjacent: As for ``weights``.
+        """
+        items = [*self.in_place(adjacent)]
+        if not items:
+            return
+        names = [*chain.from_iterable(names for names, _ in items)]
+        tensors = [*chain.from_iterable(tensors for _, tensors in items)]
+        key = adjacent, *(tensor.data_ptr() for tensor in tensors)
+        if key not in self._prepared:
+            size_of = {spec.name: spec.size_bytes for spec in self.specs}
+            sizes = _sizes_in(tensors, [size_of[name] for name in names])
+            self._prepared.clear()
+            self._prepared[key] = prepared(tensors, sizes=sizes)
+        digests.add(names, self._prepared[key])
 
     @torch.no_grad()
     def pack(
@@ -129,7 +161,7 @@ class Outgoing:
         *,
         training_rank: int,
         parts: Sequence[BucketPart] = (),
-        digest: Digest | None = None,
+        digests: SentDigests | None = None,
     ) -> None:
         """Takes a bucket's weights. On the sending rank, copies them side by side into the buffer.
 
@@ -140,7 +172,8 @@ class Outgoing:
                 ``parts[-1].end`` if there are several parts.
             training_rank: This rank.
             parts: The parts of an engine's ranks, if there are several. Then each part is copied, one after another.
-            digest: Called on the bucket's source before tensors are copied.
+            digests: Takes the digests of the weights that it does not have yet, on the bucket's source, before they are
+                copied.
 
         Raises:
             WeightSyncError: If a weight does not match its announcement.
@@ -160,9 +193,8 @@ class Outgoing:
             slots.append(edges[number + count] - edges[number])
             number += count
             if edges[number] - edges[first] > AT_ONCE_BYTES or number == end:
-                if digest is not None:
-                    together = [*chain.from_iterable(taken)]
-                    digest(together, _sizes_in(together, bucket.sizes[first:number]))
+                if digests is not None:
+                    _add_missing(digests, bucket, first, zip(taken, counts, strict=True))
                 if len(parts) > 1:
                     _copy_parts(parts, bucket, first, zip(taken, counts, strict=True), buffer)
                 else:
@@ -185,6 +217,38 @@ class Outgoing:
                 f"{spec.name} {spec.dtype} {spec.shape}"
             )
         return tensors, count
+
+
+def _is_freed(run: _Run) -> bool:
+    """Returns True if the memory of a parameter is freed.
+
+    A copy from it would end the process. torch checks this only when it makes a view.
+    """
+    return any(each.untyped_storage().nbytes() < each.nbytes for each in run.parameters)
+
+
+def _add_missing(
+    digests: SentDigests, bucket: Bucket, first: int, items: Iterable[tuple[Sequence[torch.Tensor], int]]
+) -> None:
+    """Takes the digests of consecutive weights, without those that have one.
+
+    Args:
+        digests: Takes the digests.
+        bucket: The bucket.
+        first: Number of the first weight in the bucket.
+        items: The tensors of each item, and its number of weights.
+    """
+    names: list[str] = []
+    tensors: list[torch.Tensor] = []
+    sizes: list[int] = []
+    for of_item, count in items:
+        if bucket.specs[first].name not in digests:
+            names += (spec.name for spec in bucket.specs[first : first + count])
+            tensors += of_item
+            sizes += bucket.sizes[first : first + count]
+        first += count
+    if names:
+        digests.add(names, partial(digests_of, tensors, sizes=_sizes_in(tensors, sizes)))
 
 
 def _runs_of(weights: Sequence[OwnWeight], adjacent: Adjacent) -> list[_Run]:

@@ -189,11 +189,10 @@ class WeightSync(Part):
             if self._colocated or self._outgoing.is_collective:
                 # Collectives follow. A rank without memory would skip them, and the others would hang.
                 self._agree(failure)
-            failure = self._send(buckets, self._outgoing.weights(adjacent), buffers, failure)
+            failure = self._send(buckets, adjacent, buffers, failure)
             self._agree(failure)
             if self._digests is not None:
-                mine = [spec.name for spec in self._outgoing.specs if spec.source == self.rank.training_rank]
-                self.sent = self._digests.sent(mine)
+                self.sent = self._digests.sent()
             return sum(parts[-1].end for _, parts in buckets)
 
     def _bucket_buffers(self, size_bytes: int) -> tuple[Failure | None, list[torch.Tensor]]:
@@ -211,7 +210,7 @@ class WeightSync(Part):
     def _send(
         self,
         buckets: list[tuple[Bucket, Sequence[BucketPart]]],
-        weights: Items,
+        adjacent: Adjacent,
         buffers: list[torch.Tensor],
         failure: Failure | None,
     ) -> Failure | None:
@@ -220,7 +219,9 @@ class WeightSync(Part):
         Goes on if a bucket cannot be packed or sent, so that no other rank hangs. If the export itself raises, this
         rank takes part in no further collective of the export. The other ranks wait in it until the phase's deadline.
         """
-        group = self.joint_group
+        assert self._outgoing is not None, "send_weights has checked this"
+        weights, group = self._outgoing.weights(adjacent), self.joint_group
+        failure = failure or self._digest_in_place(adjacent)
         if failure is None and group is None:
             failure = Failure("has not joined the joint group")
         if failure is not None:
@@ -249,14 +250,22 @@ class WeightSync(Part):
             self.leave(failed=True)
         return failure or self._flush()
 
+    def _digest_in_place(self, adjacent: Adjacent) -> Failure | None:
+        assert self._outgoing is not None, "send_weights has checked this"
+        try:
+            if self._digests is not None:
+                self._outgoing.digest_in_place(self._digests, adjacent)
+        except Exception as error:  # the other ranks wait for this rank in `_agree`
+            return Failure.of(error)
+        return None
+
     def _pack(
         self, bucket: Bucket, parts: Sequence[BucketPart], weights: Items, buffer: torch.Tensor
     ) -> Failure | None:
         assert self._outgoing is not None, "send_weights has checked this"
         try:
-            digest = None if self._digests is None else self._digests.add
-            rank = self.rank.training_rank
-            self._outgoing.pack(bucket, weights, buffer, training_rank=rank, parts=parts, digest=digest)
+            rank, digests = self.rank.training_rank, self._digests
+            self._outgoing.pack(bucket, weights, buffer, training_rank=rank, parts=parts, digests=digests)
         except Exception as error:
             return Failure.of(error)
         return None

@@ -21,12 +21,12 @@ from rl_safe_workers.config import RunConfig
 from rl_safe_workers.errors import RolloutError, WeightSyncError
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.rollout.cuts import engine_ranks, parts_of
-from rl_safe_workers.rollout.digest import digests
 from rl_safe_workers.rollout.packing import dtype_name
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.rollout.read_back import ReadBack
+from rl_safe_workers.rollout.sent_digests import SentDigests
 from rl_safe_workers.rollout.sync_proof import HeldWeights
-from rl_safe_workers.workers.outgoing import Digest, Outgoing
+from rl_safe_workers.workers.outgoing import Outgoing
 from rl_safe_workers.worlds.joint_group import two_buffers
 from tests.slow_digest import slow_digest
 from tests.unpacking import unpack
@@ -105,13 +105,13 @@ class Wire:
 
     def abort(self) -> None: ...
 
-    def send(self, weights: Weights, on_the_wire: Weights, digest: Digest | None = None) -> None:
+    def send(self, weights: Weights, on_the_wire: Weights, digests: SentDigests | None = None) -> None:
         outgoing = outgoing_of(weights)
         taken = outgoing.weights(frozenset())
         self.sent = []
         for bucket in self.buckets:
             buffer = torch.zeros(bucket.size_bytes, dtype=torch.uint8)
-            outgoing.pack(bucket, taken, buffer, training_rank=0, digest=digest)
+            outgoing.pack(bucket, taken, buffer, training_rank=0, digests=digests)
             for name, place in unpack(bucket, buffer):
                 if name in on_the_wire:
                     place.copy_(on_the_wire[name])
@@ -237,12 +237,12 @@ class ProvedEngine:
 
     def sync(self, weights: Weights, *, prove: bool) -> list[str]:
         """Syncs as a trainer and an engine do, with the package's digests on both sides; returns what differs."""
-        found: list[torch.Tensor] = []
-        self._wire.send(weights, {}, (lambda tensors: found.append(digests(tensors))) if prove else None)
+        found = SentDigests()
+        self._wire.send(weights, {}, found if prove else None)
         self.receive(prove=prove)
         if self.engine.held is None:
             return []
-        return self.engine.held.differences(dict(zip(weights, torch.cat(found).tolist(), strict=True)))
+        return self.engine.held.differences(found.sent().digests)
 
 
 def wrong(held: HeldWeights, weights: Weights) -> list[str]:

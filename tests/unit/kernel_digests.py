@@ -16,7 +16,9 @@ COMPILED_FOR = ("cuda", 90, 32)
 def interpreted() -> dict[str, Any]:
     """Returns the sum of the digests of each case: of each alone, and of all in one launch; and those of all parts."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from rl_safe_workers.rollout.digest_kernel import digests_of
+    import torch
+
+    from rl_safe_workers.rollout.digest_kernel import digests_of, table_of
     from tests.digest_cases import cases, cut_tensors
 
     found, at_once = {}, [(name, *pair) for name, case in cases().items() for pair in zip(*case[:2], strict=True)]
@@ -28,6 +30,15 @@ def interpreted() -> dict[str, Any]:
     cut = cut_tensors()
     sizes = [of.sizes for of in cut.values()]
     found["parts"] = digests_of([of.tensor for of in cut.values()], None, sizes).tolist()
+    moving = [torch.arange(size, dtype=torch.int32) for size in (5, 70_000)]
+    sizes = [(20,), (4, 279_996)]
+    table = table_of(moving, None, sizes)
+    assert table is not None
+    found["table"] = []
+    for tensor in (moving[0], moving[1]):
+        tensor.add_(1)
+        found["table"].append([table.digests().tolist(), digests_of(moving, None, sizes).tolist()])
+    found["no table"] = table_of([torch.arange(8)[::2]]) is None
     return found
 
 

@@ -44,6 +44,19 @@ def test_numpy_finds_the_same_for_parts_of_tensors(interpreted: dict[str, Any]) 
     assert interpreted["parts"] == [one for of in cut_tensors().values() for one in of.expected]
 
 
+@needs_triton
+def test_a_table_reads_what_the_memory_holds_now(interpreted: dict[str, Any]) -> None:
+    (first, anew), (second, anew_later) = interpreted["table"]
+    assert (first, second) == (anew, anew_later)
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+
+
+@needs_triton
+def test_there_is_no_table_for_a_tensor_that_must_be_copied(interpreted: dict[str, Any]) -> None:
+    assert interpreted["no table"]
+
+
 @pytest.mark.parametrize("name", cut_tensors())
 def test_torch_finds_the_same_for_parts_of_a_tensor(name: str) -> None:
     tensor, sizes, expected = cut_tensors()[name]

@@ -324,9 +324,40 @@ def test_each_weight_of_an_item_has_a_digest_of_its_own(tell: Tell) -> None:
     )
     bucket, found = only_bucket(made), SentDigests()
     buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8)
-    made.pack(bucket, made.weights(adjacent_in([bucket])), buffer, training_rank=0, digest=found.add)
-    names = [spec.name for spec in made.specs]
-    assert found.sent(names).digests == {name: int(digests([weight])) for name, weight in unpack(bucket, buffer)}
+    made.pack(bucket, made.weights(adjacent_in([bucket])), buffer, training_rank=0, digests=found)
+    assert found.sent().digests == {name: int(digests([weight])) for name, weight in unpack(bucket, buffer)}
+
+
+def test_the_digests_of_parameters_are_taken_where_they_are_now(tell: Tell) -> None:
+    of_rank = [*experts(0, 1), own((0, 0, 2), ones("built"))]
+    made = tell(0, of_rank)
+    bucket = only_bucket(made)
+    adjacent = adjacent_in([bucket])
+    parameters = [one.parameter for one in of_rank if one.parameter is not None]
+
+    def sent() -> dict[str, int]:
+        found, buffer = SentDigests(), torch.empty(bucket.size_bytes, dtype=torch.uint8)
+        made.digest_in_place(found, adjacent)
+        assert [spec.name in found for spec in made.specs] == [spec.name != "built" for spec in made.specs]
+        made.pack(bucket, made.weights(adjacent), buffer, training_rank=0, digests=found)
+        expected = {name: int(digests([weight])) for name, weight in unpack(bucket, buffer)}
+        assert found.sent().digests == expected
+        return expected
+
+    first = sent()
+    parameters[0].add_(1)
+    changed = sent()
+    assert {name for name in first if first[name] != changed[name]} == set(of_rank[0].names)
+    parameters[1].data = parameters[1].data + 1
+    moved = sent()
+    assert {name for name in first if changed[name] != moved[name]} == set(of_rank[1].names)
+    assert len(made._prepared) == 1
+
+
+def test_a_rank_takes_no_digests_of_what_another_rank_sends(tell: Tell) -> None:
+    made, found = tell(0, [dataclasses.replace(one, is_source=False) for one in experts(0, 1)]), SentDigests()
+    made.digest_in_place(found, frozenset())
+    assert found.sent().digests == {}
 
 
 def test_an_error_about_many_weights_is_short(tell: Tell) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import torch
 from torch import nn
 
@@ -83,3 +86,46 @@ def test_the_methods_of_the_layers_are_as_before() -> None:
     read_back, made, _ = updated(Keeping())
     read_back.finish()
     assert "process_weights_after_loading" not in vars(made["packed"].quant_method)
+
+
+def held_by(made: nn.Module) -> dict[str, int]:
+    return dict(ReadBack(made, SPECS).finish().digests)
+
+
+def expected_of(made: nn.ModuleDict) -> dict[str, int]:
+    return {f"{name}.weight": slow_digest(layer.weight) for name, layer in made.items()}
+
+
+def test_each_update_is_read_anew_though_the_layout_is_kept() -> None:
+    made = model(Keeping())
+    assert held_by(made) == expected_of(made)
+    with torch.no_grad():
+        made["plain"].weight.add_(1)
+    assert held_by(made) == expected_of(made)
+
+
+def test_a_parameter_that_has_moved_is_read_where_it_is() -> None:
+    made = model(Keeping())
+    before = held_by(made)
+    made["plain"].weight.data = made["plain"].weight.data + 1
+    assert held_by(made) == expected_of(made) != before
+    made["packed"].weight = nn.Parameter(made["packed"].weight.detach() + 1)
+    assert held_by(made) == expected_of(made)
+
+
+def test_a_weight_that_is_held_in_a_wider_dtype_is_read_anew() -> None:
+    made = model(Keeping()).double()
+    for shift in range(2):
+        with torch.no_grad():
+            made["plain"].weight.fill_(shift)
+        expected = {f"{name}.weight": slow_digest(layer.weight.float()) for name, layer in made.items()}
+        assert held_by(made) == expected
+
+
+def test_no_model_is_kept() -> None:
+    made = model(Keeping())
+    held_by(made)
+    kept = weakref.ref(made)
+    del made
+    gc.collect()
+    assert kept() is None

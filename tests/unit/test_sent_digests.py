@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ def test_weights_pass_in_their_order_and_their_digests_are_those_of_before(at_on
         tensor.fill_(-1)
     assert [name for name, _ in passed] == list(WEIGHTS)
     assert all(torch.equal(tensor, WEIGHTS[name]) for name, tensor in passed)
-    assert found.sent(found.names).digests == dict(zip(WEIGHTS, digests(list(WEIGHTS.values())).tolist(), strict=True))
+    assert found.sent().digests == dict(zip(WEIGHTS, digests(list(WEIGHTS.values())).tolist(), strict=True))
 
 
 @pytest.mark.parametrize("at_once_bytes", [0, 40])
@@ -71,9 +71,9 @@ def test_weights_of_several_streams_pass_as_they_come_and_are_digested_on_their_
         yield
         current.pop()
 
-    def add(self: SentDigests, tensors: Sequence[torch.Tensor]) -> None:
-        digested.append((current[-1], [len(tensor) for tensor in tensors]))
-        of_class(self, tensors)
+    def add(self: SentDigests, names: Sequence[str], take: Callable[[], torch.Tensor]) -> None:
+        digested.append((current[-1], [len(WEIGHTS[name]) for name in names]))
+        of_class(self, names, take)
 
     of_class = SentDigests.add
     monkeypatch.setattr(sent_digests.torch.cuda, "stream", on)
@@ -86,19 +86,19 @@ def test_weights_of_several_streams_pass_as_they_come_and_are_digested_on_their_
         assert waited == []
         with on(stream):
             passed += [name for name, _ in [next(weights, ("", torch.empty(0)))] if name]
-    assert passed == list(WEIGHTS) == found.names
+    assert passed == list(WEIGHTS) == list(found.sent().digests)
     taken_on = [(size, stream) for stream, sizes in digested for size in sizes]
     assert taken_on == list(zip(range(3, 10), turns, strict=True))
     assert len(digested) == {0: 7, 20: 6, 10**6: 3}[at_once_bytes]
     assert waited == ["first", "second"]
-    assert found.sent(found.names).digests == dict(zip(WEIGHTS, digests(list(WEIGHTS.values())).tolist(), strict=True))
+    assert found.sent().digests == dict(zip(WEIGHTS, digests(list(WEIGHTS.values())).tolist(), strict=True))
 
 
 def test_a_sync_without_weights_has_no_digests() -> None:
-    assert SentDigests().sent([]).digests == {}
+    assert SentDigests().sent().digests == {}
     found = SentDigests()
     assert list(found.passing_on_their_streams(iter(()))) == []
-    assert found.sent([]).digests == {}
+    assert found.sent().digests == {}
 
 
 @pytest.mark.parametrize(
