@@ -20,8 +20,12 @@ from rl_safe_workers.versions import installed_versions
 
 STEPS = 3
 TRAINERS: Mapping[str, tuple[str, ...]] = {
-    "TP1 EP2": ("cluster.num_trainers=2",),
-    "TP2 EP2": ("cluster.num_trainers=2", "megatron.tensor_model_parallel_size=2"),
+    "TP1 EP2": ("cluster.num_trainers=2", "megatron.expert_model_parallel_size=2"),
+    "TP2 EP2": (
+        "cluster.num_trainers=2",
+        "megatron.tensor_model_parallel_size=2",
+        "megatron.expert_model_parallel_size=2",
+    ),
     "PP2": (
         "cluster.num_trainers=2",
         "megatron.pipeline_model_parallel_size=2",
@@ -49,7 +53,7 @@ class Placement(NamedTuple):
 
     @property
     def is_colocated(self) -> bool:
-        """Whether each engine rank shares its GPU with a trainer."""
+        """True if each engine rank shares its GPU with a trainer."""
         return COLOCATED in self.overrides
 
 

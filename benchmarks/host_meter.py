@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import gc
 import inspect
 import itertools
 import json
@@ -54,6 +55,8 @@ class Call:
     outside_torch: int | None
     """Device memory of the process that torch's allocator does not hold; None if NVML does not report it."""
     torch_reserved: int
+    gc_s: float = 0.0
+    """Seconds of the call that Python's garbage collector took."""
 
 
 def watch(owner: type | ModuleType, method: str, name: str) -> None:
@@ -176,11 +179,30 @@ def _fail(how: str, number: int, rank: int) -> None:
     os.kill(os.getpid(), _HOW[how])
 
 
+class _Collections:
+    """Sums up the seconds that Python's garbage collector takes in this process."""
+
+    def __init__(self) -> None:
+        self.seconds, self._began_s = 0.0, 0.0
+        gc.callbacks.append(self._note)
+
+    def _note(self, moment: str, about: dict[str, int]) -> None:
+        if moment == "start":
+            self._began_s = time.perf_counter()
+        else:
+            self.seconds += time.perf_counter() - self._began_s
+
+
+@functools.cache
+def _collections() -> _Collections:
+    return _Collections()
+
+
 class _Times:
     """A moment on several clocks."""
 
     def __init__(self) -> None:
-        self.unix_s, self.elapsed_s = time.time(), time.perf_counter()
+        self.unix_s, self.elapsed_s, self.gc_s = time.time(), time.perf_counter(), _collections().seconds
 
 
 def _write(name: str, number: int, rank: int, began: _Times) -> None:
@@ -194,6 +216,7 @@ def _write(name: str, number: int, rank: int, began: _Times) -> None:
         pid=os.getpid(),
         started_s=began.unix_s,
         seconds=now.elapsed_s - began.elapsed_s,
+        gc_s=now.gc_s - began.gc_s,
         outside_torch=None if read is None else read() - reserved,
         torch_reserved=reserved,
     )

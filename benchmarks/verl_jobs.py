@@ -246,11 +246,18 @@ def metrics_of(output: str) -> dict[int, dict[str, float]]:
     return found
 
 
-def slowest(job: Job | None, name: str) -> list[float]:
-    """Returns the seconds of each call on its slowest rank; empty for a job that was not started."""
+def slowest(job: Job | None, name: str, *, net: bool = False) -> list[float]:
+    """Returns the seconds of each call on its slowest rank; empty for a job that was not started.
+
+    Args:
+        job: The job.
+        name: Name of the calls.
+        net: True for seconds without those of Python's garbage collector.
+    """
     by_call: dict[int, float] = {}
     for call in job.calls(name) if job else ():
-        by_call[call.call] = max(by_call.get(call.call, 0.0), call.seconds)
+        seconds = call.seconds - call.gc_s if net else call.seconds
+        by_call[call.call] = max(by_call.get(call.call, 0.0), seconds)
     return [by_call[number] for number in sorted(by_call)]
 
 

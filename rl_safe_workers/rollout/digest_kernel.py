@@ -96,7 +96,7 @@ def _batches(tensors: Sequence[torch.Tensor], sizes: Sizes | None) -> Iterator[_
 
 
 class Table:
-    """What the kernel must know of some tensors, on their device."""
+    """Describes the memory of some tensors to the kernel, on their device."""
 
     def __init__(self, batch: _Batch, spans: Sequence[Span] | None, device: torch.device) -> None:
         """Describes a batch. Does not wait for the GPU.
