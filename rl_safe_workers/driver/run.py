@@ -69,7 +69,9 @@ from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.lifecycle import Phase, PhaseEvent
 from rl_safe_workers.own_process import module_command
 from rl_safe_workers.recipe import to_yaml
+from rl_safe_workers.rollout.cuts import engine_ranks, plan_in_words, plan_parts
 from rl_safe_workers.rollout.engine_fleet import EngineLoss
+from rl_safe_workers.topology.layout import ModelShape
 from rl_safe_workers.versions import installed_versions
 
 logger = logging.getLogger(__name__)
@@ -318,6 +320,7 @@ class Job:
         )
         first = self._restore()
         self._engines.join()
+        self._report_weights()
         if first > 0:
             loop.sync_weights()
         total, gauges = self._config.trainer.total_training_steps, EngineGauges()
@@ -334,6 +337,13 @@ class Job:
         disagreed = self._session.teardown()
         if disagreed:
             raise RunError("; ".join(f"training rank {rank} at teardown: {text}" for rank, text in disagreed.items()))
+
+    def _report_weights(self) -> None:
+        """Prints what each weight sync sends to the ranks of an engine."""
+        heads = ModelShape.of_model(self._config.model.path).num_key_value_heads
+        ranks = engine_ranks(self._config.rollout.tensor_model_parallel_size, heads)
+        planned = plan_parts(self._session.specs, ranks, bucket_bytes=self._config.rollout.bucket_bytes)
+        self._console.header({"weight sync": plan_in_words(planned)})
 
     def _report_bootstrap(self) -> None:
         ledgers = self._session.ledgers

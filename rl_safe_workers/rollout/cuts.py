@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from rl_safe_workers.findings import counted
-from rl_safe_workers.rollout.protocol import Bucket, bucket_of
+from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, bucket_of, plan_buckets
 
 JOINED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -179,6 +179,19 @@ def parts_of(bucket: Bucket, ranks: Sequence[EngineRank]) -> tuple[BucketPart, .
     starts = accumulate((one.size_bytes for one in buckets[:-1]), initial=0)
     parts = zip(buckets, cuts, starts, strict=True)
     return tuple(BucketPart(bucket=one, cuts=of_rank, start=start) for one, of_rank, start in parts)
+
+
+def plan_parts(
+    specs: Sequence[WeightSpec], ranks: Sequence[EngineRank], *, bucket_bytes: int
+) -> list[tuple[Bucket, Sequence[BucketPart]]]:
+    """Returns all buckets of a sync, each with the parts of an engine's ranks.
+
+    Args:
+        specs: All weights, in the order of sending.
+        ranks: The ranks of each engine.
+        bucket_bytes: Most bytes of weights in a bucket; a larger weight travels alone.
+    """
+    return [(bucket, parts_of(bucket, ranks)) for bucket in plan_buckets(specs, bucket_bytes=bucket_bytes)]
 
 
 def plan_in_words(buckets: Sequence[tuple[Bucket, Sequence[BucketPart]]]) -> str:

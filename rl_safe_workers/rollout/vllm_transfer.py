@@ -29,11 +29,11 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.ranks import joint_ids
-from rl_safe_workers.rollout.cuts import ONLY_RANK, BucketPart, EngineRank, engine_ranks, parts_of
+from rl_safe_workers.rollout.cuts import ONLY_RANK, BucketPart, EngineRank, engine_ranks, plan_parts
 from rl_safe_workers.rollout.direct_load import DirectLoad
 from rl_safe_workers.rollout.packing import whole_weights
 from rl_safe_workers.rollout.part_reads import PartReads
-from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
+from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
 from rl_safe_workers.rollout.read_back import ReadBack
 from rl_safe_workers.rollout.sync_proof import HeldWeights
 from rl_safe_workers.worlds.address import StoreAddress
@@ -137,8 +137,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         specs = [WeightSpec(**{**fields, "shape": tuple(fields["shape"])}) for fields in init_info.specs]
         self._specs = specs
         ranks = engine_ranks(self._rank.size, init_info.kv_heads)
-        planned = plan_buckets(specs, bucket_bytes=init_info.bucket_bytes)
-        buckets = [(bucket, parts_of(bucket, ranks)) for bucket in planned]
+        buckets = plan_parts(specs, ranks, bucket_bytes=init_info.bucket_bytes)
         if buckets != self._buckets:
             self._buckets, self.obstacle, self._plan = buckets, _NOT_TRIED, None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -17,9 +16,9 @@ from rl_safe_workers.errors import LifecycleError, WeightSyncError, first_line, 
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.ranks import format_ranks, joint_ids, trainer_id
-from rl_safe_workers.rollout.cuts import ONLY_RANK, BucketPart, EngineRank, parts_of, plan_in_words
+from rl_safe_workers.rollout.cuts import ONLY_RANK, BucketPart, EngineRank, plan_parts
 from rl_safe_workers.rollout.packing import Adjacent, adjacent_in
-from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
+from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
 from rl_safe_workers.rollout.sent_digests import SentDigests
 from rl_safe_workers.rollout.sync_proof import SentWeights
 from rl_safe_workers.workers.outgoing import Items, Outgoing
@@ -27,8 +26,6 @@ from rl_safe_workers.workers.world_entry import WorldEntry
 from rl_safe_workers.worlds.gpu_pair import GpuPair
 from rl_safe_workers.worlds.joint_group import JointGroup, forget_joint_groups, joint_world, two_buffers
 from rl_safe_workers.worlds.training_rank import Part, TrainingRank
-
-logger = logging.getLogger(__name__)
 
 _NOT_PROVED = SentWeights(digests={}, seconds=0.0)
 _PAIR_SHARE, _FLUSH_SHARE = 0.5, 0.8
@@ -178,12 +175,8 @@ class WeightSync(Part):
             complete_param_gathers(self.rank.host.chunks)
             self.sent, self._digests = _NOT_PROVED, SentDigests() if prove else None
             if bucket_bytes not in self._buckets:
-                planned = plan_buckets(self._outgoing.specs, bucket_bytes=bucket_bytes)
-                with_parts: list[tuple[Bucket, Sequence[BucketPart]]] = []
-                with_parts += [(bucket, parts_of(bucket, self._engine)) for bucket in planned]
-                self._buckets[bucket_bytes] = with_parts, adjacent_in(planned)
-                if self.rank.training_rank == 0:
-                    logger.info("weight sync: %s", plan_in_words(with_parts))
+                planned = plan_parts(self._outgoing.specs, self._engine, bucket_bytes=bucket_bytes)
+                self._buckets[bucket_bytes] = planned, adjacent_in([bucket for bucket, _ in planned])
             buckets, adjacent = self._buckets[bucket_bytes]
             failure, buffers = self._bucket_buffers(max((parts[-1].end for _, parts in buckets), default=0))
             if self._colocated or self._outgoing.is_collective:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from statistics import mean
 
 from rl_safe_workers.checkpoint.folders.manifest import complete_checkpoints
@@ -41,6 +42,11 @@ def test_the_run_folder_holds_config_metrics_report_and_trace(quickstart: Outcom
     assert "complete" in (quickstart.run_dir / "report.html").read_text()
     trace = json.loads((quickstart.run_dir / "trace.json").read_text())["traceEvents"]
     assert {"train", "rollout", "sync"} <= {event["name"] for event in trace}
+
+
+def test_the_plan_of_a_weight_sync_is_shown(quickstart: Outcome) -> None:
+    (line,) = [line for line in quickstart.out.splitlines() if line.startswith("weight sync")]
+    assert re.fullmatch(r"weight sync  \d+ weights of \d\.\d MiB in \d buckets?", line), line
 
 
 def test_each_save_is_a_complete_checkpoint(quickstart: Outcome) -> None:
