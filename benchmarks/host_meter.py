@@ -15,7 +15,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -149,6 +149,22 @@ def read_calls(folder: Path) -> list[Call]:
     """Returns all records of a job, in the order of their start. Skips a line that a killed process has cut off."""
     lines = [line for path in folder.glob("*.jsonl") for line in path.read_text().split("\n")[:-1]]
     return sorted((Call(**json.loads(line)) for line in lines), key=lambda call: call.started_s)
+
+
+def slowest(calls: Iterable[Call], *, net: bool = False) -> list[float]:
+    """Returns the seconds of calls of one name, each on its slowest rank, in their order.
+
+    Args:
+        calls: The calls of all ranks.
+        net: True to subtract the seconds of the rank whose garbage collector took longest. Ranks that wait for each
+            other all take that long, so this is an estimate.
+    """
+    seconds: dict[int, float] = {}
+    collected: dict[int, float] = {}
+    for call in calls:
+        seconds[call.call] = max(seconds.get(call.call, 0.0), call.seconds)
+        collected[call.call] = max(collected.get(call.call, 0.0), call.gc_s)
+    return [seconds[number] - (collected[number] if net else 0.0) for number in sorted(seconds)]
 
 
 def append(call: Call, file: Path) -> None:

@@ -26,6 +26,7 @@ from statistics import mean, median
 
 from rich.console import Console
 
+from benchmarks import host_meter
 from benchmarks.gpus import count_gpus, gpu_row
 from benchmarks.host_jobs import WIDE_MODEL, on_one_numa_node
 from benchmarks.host_meter import FAULT_NAME
@@ -160,12 +161,7 @@ def _worst(run: Run, name: str) -> str:
 
 
 def _seconds(run: Run, name: str, *, net: bool = False) -> list[float]:
-    """Returns the seconds of each call on its slowest rank, with or without those of Python's garbage collector."""
-    found: dict[int, float] = {}
-    for call in run.calls:
-        if call.name == name:
-            found[call.call] = max(call.seconds - call.gc_s if net else call.seconds, found.get(call.call, 0.0))
-    return [found[number] for number in sorted(found)]
+    return host_meter.slowest([call for call in run.calls if call.name == name], net=net)
 
 
 def _communicators_mib(run: Run) -> float:
@@ -278,9 +274,10 @@ def _steps(recipe: str) -> Callable[[Path, Path, Callable[[str], None]], list[Ro
             gpu_row(f"{recipe}, in turns, {run.job.side}: exit code", "", _code(run), at_most(0))
             for run in (ours, stock)
         ]
-        # A refit in the driver also waits for the engine, in which no code of ours runs, and which collects garbage.
+        # A refit in the driver also waits for the engine, in which no code of ours runs. The engine collects garbage,
+        # and the driver does not meter that.
         for call, bound in ((TRAIN, 1.03), (REFIT, 1.0), (SEND, 1.0), (RECEIVE, 9e9)):
-            for net in (False, True):
+            for net in (False,) if call == REFIT else (False, True):
                 seconds = [_seconds(run, call, net=net)[FIRST_STEPS:steps] for run in (ours, stock)]
                 if not all(seconds):
                     continue

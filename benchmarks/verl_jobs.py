@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import rl_safe_workers
-from benchmarks import verl_glue
+from benchmarks import host_meter, verl_glue
 from benchmarks.host_jobs import WIDE_MODEL, Job
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import ResourceError
@@ -252,13 +252,9 @@ def slowest(job: Job | None, name: str, *, net: bool = False) -> list[float]:
     Args:
         job: The job.
         name: Name of the calls.
-        net: True for seconds without those of Python's garbage collector.
+        net: True to subtract the time of the longest garbage collection of a rank, for which all ranks may wait.
     """
-    by_call: dict[int, float] = {}
-    for call in job.calls(name) if job else ():
-        seconds = call.seconds - call.gc_s if net else call.seconds
-        by_call[call.call] = max(by_call.get(call.call, 0.0), seconds)
-    return [by_call[number] for number in sorted(by_call)]
+    return host_meter.slowest(job.calls(name) if job else (), net=net)
 
 
 def memory_of(job: Job | None) -> dict[str, float]:

@@ -202,7 +202,7 @@ def plan_in_words(buckets: Sequence[tuple[Bucket, Sequence[BucketPart]]]) -> str
     """
     weights = sum(len(bucket.specs) for bucket, _ in buckets)
     whole = sum(sum(bucket.sizes) for bucket, _ in buckets)
-    told = f"{counted(weights, 'weight')} of {whole / 2**20:.1f} MiB in {counted(len(buckets), 'bucket')}"
+    told = f"{counted(weights, 'weight')}, {whole / 2**20:.1f} MiB, in {counted(len(buckets), 'bucket')}"
     by_rank = [[parts[rank] for _, parts in buckets] for rank in range(len(buckets[0][1]) if buckets else 0)]
     if len(by_rank) < 2:
         return told

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import cast
 
 import torch
 
@@ -97,23 +98,24 @@ def digests(
 
 def prepared(
     tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None, *, sizes: Sizes | None = None
-) -> Callable[[], torch.Tensor]:
-    """Returns a function that returns what `digests` returns, of the bytes that the tensors have when it is called.
+) -> Callable[[], torch.Tensor] | None:
+    """Returns a function that returns what `digests` returns, of the bytes that the memory has when it is called.
 
     For a model with thousands of weights, it takes longer to describe them to the kernel than to read them. The
-    function has done that already.
+    function has done that already. It knows addresses only: before each call, the caller must make sure that the
+    tensors still have their memory.
 
     Args:
-        tensors: As for `digests`. Their memory must stay where it is.
+        tensors: As for `digests`.
         spans: As for `digests`.
         sizes: As for `digests`.
+
+    Returns:
+        The function; None without the kernel, or if a tensor must be copied for it.
     """
     kernel = _kernel(tensors[0].device) if tensors and tensors[0].is_cuda else None
     table = None if kernel is None else kernel.table_of(tensors, spans, sizes)
-    if table is None:
-        return functools.partial(digests, [tensor.detach() for tensor in tensors], spans, sizes=sizes)
-    take: Callable[[], torch.Tensor] = table.digests
-    return take
+    return None if table is None else cast("Callable[[], torch.Tensor]", table.digests)
 
 
 @functools.cache

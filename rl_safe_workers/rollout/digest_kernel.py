@@ -49,7 +49,7 @@ def digests_of(
     """
     device, first = tensors[0].device, 0
     found: list[torch.Tensor] = []
-    for batch in _batches(tensors, sizes):
+    for batch in _batches(tensors, _sizes_of(tensors, sizes)):
         end = first + len(batch.addresses)
         found.append(Table(batch, None if spans is None else spans[first:end], device).digests())
         first = end
@@ -66,18 +66,29 @@ def table_of(
         spans: As for `digests_of`.
         sizes: As for `digests_of`.
     """
-    batch = next(_batches(tensors, sizes))
-    return None if batch.copies else Table(batch, spans, tensors[0].device)
+    all_sizes = _sizes_of(tensors, sizes)
+    if any(map(_must_be_copied, tensors, all_sizes)):
+        return None
+    return Table(next(_batches(tensors, all_sizes)), spans, tensors[0].device)
 
 
-def _batches(tensors: Sequence[torch.Tensor], sizes: Sizes | None) -> Iterator[_Batch]:
+def _sizes_of(tensors: Sequence[torch.Tensor], sizes: Sizes | None) -> Sizes:
+    return [(tensor.nbytes,) for tensor in tensors] if sizes is None else sizes
+
+
+def _must_be_copied(tensor: torch.Tensor, parts: Sequence[int]) -> bool:
+    """Returns True unless the memory of each part of a tensor is a row of words."""
+    return bool(
+        tensor.data_ptr() % WORD_BYTES or any(size % WORD_BYTES for size in parts) or not tensor.is_contiguous()
+    )
+
+
+def _batches(tensors: Sequence[torch.Tensor], sizes: Sizes) -> Iterator[_Batch]:
     """Yields the parts of tensors of each launch. The loop is short, because a model has thousands of weights."""
     batch, copied_bytes = _Batch([], [], []), 0
-    if sizes is None:
-        sizes = [(tensor.nbytes,) for tensor in tensors]
     for tensor, parts in zip(tensors, sizes, strict=True):
         address = tensor.data_ptr()
-        if address % WORD_BYTES or any(size % WORD_BYTES for size in parts) or not tensor.is_contiguous():
+        if _must_be_copied(tensor, parts):
             copies = [words_of(part) for part in parts_of(tensor, parts)]
             batch.copies.extend(copies)
             batch.addresses.extend(copy.data_ptr() for copy in copies)
@@ -127,7 +138,10 @@ class Table:
         )
 
     def digests(self) -> torch.Tensor:
-        """Returns the digest of each tensor of the batch, as it is now: int64. Does not wait for the GPU."""
+        """Returns the digest of each tensor of the batch, as it is now: int64, ``[number of tensors]``.
+
+        Does not wait for the GPU.
+        """
         packed, owners = self._packed, _FIELDS * self._tensors
         found = torch.zeros(self._tensors, dtype=torch.int64, device=packed.device)
         with torch.cuda.device(packed.device) if packed.is_cuda else nullcontext():

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from rl_safe_workers.rollout.cuts import ONLY_RANK, EngineRank
-from rl_safe_workers.rollout.digest import Span, prepared
+from rl_safe_workers.rollout.digest import Span, digests, prepared
 from rl_safe_workers.rollout.engine_places import EnginePlaces
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.rollout.sync_proof import HeldCut, HeldWeights
@@ -48,8 +48,8 @@ class _Layout:
     """Takes the places' digests: int64."""
     sizes: Mapping[str, int]
     """Number of elements of each parameter that has one of the places, by name."""
-    is_lasting: bool
-    """True if it can be used as long as the parameters stay where they are. A place in another dtype is a copy."""
+    lasts: bool
+    """True if it can be used again as long as the parameters stay where they are. It then holds none of them."""
 
 
 _KEPT: WeakKeyDictionary[torch.nn.Module, tuple[EnginePlaces, Hashable, _Layout]] = WeakKeyDictionary()
@@ -170,20 +170,25 @@ class ReadBack:
             for name, each in self._model.named_parameters()
         )
         kept = _KEPT.get(self._model)
-        if kept is None or kept[0] is not self._found or kept[1] != where:
-            layout = self._layout(range(len(self._found.places)))
-            if not layout.is_lasting:
-                return layout
-            kept = _KEPT[self._model] = self._found, where, layout
-        return kept[2]
+        if kept is not None and kept[0] is self._found and kept[1] == where:
+            return kept[2]
+        layout = self._layout(range(len(self._found.places)), keep=True)
+        if layout.lasts:
+            _KEPT[self._model] = self._found, where, layout
+        return layout
 
-    def _layout(self, numbers: Iterable[int]) -> _Layout:
-        """Finds the memory of places. Leaves out a place that its rule does not fit."""
+    def _layout(self, numbers: Iterable[int], *, keep: bool = False) -> _Layout:
+        """Finds the memory of places. Leaves out a place that its rule does not fit.
+
+        Args:
+            numbers: Numbers of the places.
+            keep: True to prepare a layout that can be used again.
+        """
         parameters: dict[str, torch.Tensor] = {}
         read: list[int] = []
         views: list[torch.Tensor] = []
         spans: list[Span] = []
-        is_lasting = True
+        are_views = True
         for number in numbers:
             place = self._found.places[number]
             parameter = parameters.get(place.parameter)
@@ -194,13 +199,15 @@ class ReadBack:
                 read.append(number)
                 views.append(view)
                 spans.append(span)
-                is_lasting &= view.dtype == parameter.dtype
-        sizes = {self._found.places[number].parameter: 0 for number in read}
+                # A weight that the model holds in a wider dtype is a copy, which must live until it is read.
+                are_views &= view.dtype == parameter.dtype
+        take = prepared(views, spans) if keep and are_views else None
+        names = {self._found.places[number].parameter for number in read}
         return _Layout(
             numbers=tuple(read),
-            take=prepared(views, spans),
-            sizes={name: parameters[name].numel() for name in sizes},
-            is_lasting=is_lasting,
+            take=take or partial(digests, views, spans),
+            sizes={name: parameters[name].numel() for name in names},
+            lasts=take is not None,
         )
 
     def _read(self, layout: _Layout) -> dict[int, int]:

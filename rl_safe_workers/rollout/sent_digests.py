@@ -31,14 +31,15 @@ class SentDigests:
         """Returns True if a weight has a digest."""
         return name in self._known
 
-    def add(self, names: Iterable[str], take: Callable[[], torch.Tensor]) -> None:
+    def add(self, names: Iterable[str], take: Callable[[], torch.Tensor], *, started_s: float | None = None) -> None:
         """Takes digests of weights. Does not wait for a GPU.
 
         Args:
             names: HF names of the weights.
-            take: Returns their digests, as `digest.digests` does.
+            take: Returns their digests in this order: int64, ``[number of names]``.
+            started_s: When the work for these digests began, in seconds of the monotonic clock; None: now.
         """
-        started_s = time.monotonic()
+        started_s = time.monotonic() if started_s is None else started_s
         self._digests.append(take())
         first = len(self._names)
         self._names += names

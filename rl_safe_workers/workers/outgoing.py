@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, compress, groupby, pairwise
@@ -57,8 +58,10 @@ class Outgoing:
     """
     in_place: Callable[[Adjacent], Items] = lambda _: iter(())
     """Yields the items of ``weights`` that this rank sends and whose tensors are its parameters. Not collective. Leaves
-    out parameters whose memory is freed."""
-    _prepared: dict[Hashable, Callable[[], torch.Tensor]] = field(default_factory=dict)
+    out parameters whose memory is freed, or that are not as announced: `pack` refuses them."""
+    _prepared: dict[Hashable, Callable[[], torch.Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     """The newest function that takes the digests of ``in_place``, by what it depends on."""
 
     @classmethod
@@ -102,7 +105,7 @@ class Outgoing:
         if len({spec.name for spec in specs}) < len(specs):
             raise WeightSyncError("two training ranks would send the same weight")
         in_order = sorted(own, key=lambda weight: weight.place)
-        sent = {spec.name for spec in specs if spec.source == training_rank}
+        sent = {spec.name: spec for spec in specs if spec.source == training_rank}
 
         @functools.cache
         def runs(adjacent: Adjacent) -> list[_Run]:
@@ -110,7 +113,7 @@ class Outgoing:
 
         def in_place(adjacent: Adjacent) -> Items:
             for run in runs(adjacent):
-                if run.parameters and run.names[0] in sent and not _is_freed(run):
+                if run.parameters and run.names[0] in sent and not _is_freed(run) and _is_as_announced(run, sent):
                     yield tuple(run.names), run.parameters
 
         def weights(adjacent: Adjacent) -> Items:
@@ -133,24 +136,30 @@ class Outgoing:
     def digest_in_place(self, digests: SentDigests, adjacent: Adjacent) -> None:
         """Takes the digests of all weights that this rank sends out of its parameters. Not collective.
 
-        That takes one launch. While the parameters stay where they are, later syncs need no preparation.
+        On a GPU that takes one launch. While the parameters stay where they are, later syncs need no preparation.
 
         Args:
             digests: Takes the digests.
             adjacent: As for ``weights``.
         """
+        started_s = time.monotonic()
         items = [*self.in_place(adjacent)]
         if not items:
             return
         names = [*chain.from_iterable(names for names, _ in items)]
         tensors = [*chain.from_iterable(tensors for _, tensors in items)]
-        key = adjacent, *(tensor.data_ptr() for tensor in tensors)
-        if key not in self._prepared:
+        key = adjacent, *((each.data_ptr(), each.shape, each.stride(), each.dtype) for each in tensors)
+        take = self._prepared.get(key)
+        if take is None:
             size_of = {spec.name: spec.size_bytes for spec in self.specs}
             sizes = _sizes_in(tensors, [size_of[name] for name in names])
             self._prepared.clear()
-            self._prepared[key] = prepared(tensors, sizes=sizes)
-        digests.add(names, self._prepared[key])
+            take = prepared(tensors, sizes=sizes)
+            if take is None:
+                take = partial(digests_of, tensors, sizes=sizes)
+            else:
+                self._prepared[key] = take
+        digests.add(names, take, started_s=started_s)
 
     @torch.no_grad()
     def pack(
@@ -225,6 +234,14 @@ def _is_freed(run: _Run) -> bool:
     A copy from it would end the process. torch checks this only when it makes a view.
     """
     return any(each.untyped_storage().nbytes() < each.nbytes for each in run.parameters)
+
+
+def _is_as_announced(run: _Run, announced: Mapping[str, WeightSpec]) -> bool:
+    specs = [announced[name] for name in run.names]
+    dtype = DTYPES[specs[0].dtype]
+    return all(each.dtype == dtype for each in run.parameters) and sum(each.nbytes for each in run.parameters) == sum(
+        spec.size_bytes for spec in specs
+    )
 
 
 def _add_missing(

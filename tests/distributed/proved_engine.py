@@ -108,6 +108,8 @@ class Wire:
     def send(self, weights: Weights, on_the_wire: Weights, digests: SentDigests | None = None) -> None:
         outgoing = outgoing_of(weights)
         taken = outgoing.weights(frozenset())
+        if digests is not None:
+            outgoing.digest_in_place(digests, frozenset())
         self.sent = []
         for bucket in self.buckets:
             buffer = torch.zeros(bucket.size_bytes, dtype=torch.uint8)
@@ -128,6 +130,8 @@ def outgoing_of(weights: Weights) -> Outgoing:
         mine=frozenset(weights),
         is_collective=False,
         weights=lambda _: (((name,), (tensor,)) for name, tensor in weights.items()),
+        # Every other weight is a parameter. The others are built.
+        in_place=lambda _: (((name,), (weights[name],)) for name in [*weights][::2]),
     )
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from rl_safe_workers.rollout import digest
+from rl_safe_workers.rollout.protocol import WeightSpec
+from rl_safe_workers.rollout.read_back import ReadBack
 from rl_safe_workers.rollout.sent_digests import SentDigests
 from tests.digest_cases import cases, cut_tensors
 
@@ -47,3 +49,30 @@ def test_digests_of_weights_on_two_streams_are_those_of_the_weights() -> None:
             streams[number // 5 % 2].synchronize()
             next(passing, None)
     assert found.sent().digests == expected
+
+
+def test_prepared_digests_are_those_of_the_memory_as_it_is_now() -> None:
+    tensors = [torch.arange(size, device="cuda", dtype=torch.float32) for size in (5, 70_000, 2**20)]
+    take = digest.prepared(tensors)
+    assert take is not None
+    for tensor in tensors:
+        tensor.add_(1)
+        assert take().tolist() == digest.digests(tensors).tolist()
+
+
+def test_a_tensor_that_must_be_copied_is_not_prepared() -> None:
+    assert digest.prepared([torch.arange(8, device="cuda")[::2]]) is None
+
+
+def test_a_model_is_read_back_whether_or_not_its_layout_is_kept() -> None:
+    """In a wider dtype, the copies of the weights must live until the kernel has read them."""
+    names = [f"{number}.weight" for number in range(20)]
+    specs = [WeightSpec(name=name, dtype="bfloat16", shape=(256, 256)) for name in names]
+    for dtype in (torch.bfloat16, torch.float32):
+        model = torch.nn.Sequential(*[torch.nn.Linear(256, 256, bias=False) for _ in names]).cuda().to(dtype)
+        for _ in range(2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(1)
+            expected = digest.digests([parameter.detach().bfloat16() for parameter in model.parameters()]).tolist()
+            assert dict(ReadBack(model, specs).finish().digests) == dict(zip(names, expected, strict=True))

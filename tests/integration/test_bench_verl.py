@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -191,6 +192,39 @@ def test_calls_of_one_name_are_read(tmp_path: Path) -> None:
     with (tmp_path / "1.jsonl").open("a") as records:
         records.write('{"name": "cut o')
     assert [call.call for call in host_meter.read_calls(tmp_path)] == [0, 1]
+
+
+def test_the_slowest_rank_counts_and_the_longest_collection_is_left_out() -> None:
+    found = [
+        host_meter.Call(
+            name="a", call=call, rank=rank, pid=1, started_s=0, seconds=seconds, outside_torch=None, torch_reserved=0,
+            gc_s=gc_s,
+        )
+        for call, rank, seconds, gc_s in ((0, 0, 1.0, 0.0), (0, 1, 2.0, 0.0), (1, 1, 3.0, 0.0), (1, 0, 2.5, 0.5))
+    ]  # fmt: skip
+    assert host_meter.slowest(found) == [2.0, 3.0]
+    assert host_meter.slowest(found, net=True) == [2.0, 2.5]
+
+
+def test_collections_of_garbage_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Worker:
+        def work(self) -> None:
+            gc.collect()
+
+        def rest(self) -> None: ...
+
+    monkeypatch.setenv(host_meter.FOLDER, str(tmp_path))
+    for name in ("work", "rest"):
+        host_meter.watch(Worker, name, name)
+    gc.disable()
+    try:
+        Worker().work()
+        Worker().rest()
+    finally:
+        gc.enable()
+    work, rest = host_meter.read_calls(tmp_path)
+    assert 0 < work.gc_s <= work.seconds
+    assert rest.gc_s == 0
 
 
 def test_the_first_calls_take_no_turns(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_the_run_folder_holds_config_metrics_report_and_trace(quickstart: Outcom
 
 def test_the_plan_of_a_weight_sync_is_shown(quickstart: Outcome) -> None:
     (line,) = [line for line in quickstart.out.splitlines() if line.startswith("weight sync")]
-    assert re.fullmatch(r"weight sync  \d+ weights of \d\.\d MiB in \d buckets?", line), line
+    assert re.fullmatch(r"weight sync  \d+ weights, \d\.\d MiB, in \d buckets?", line), line
 
 
 def test_each_save_is_a_complete_checkpoint(quickstart: Outcome) -> None:

@@ -74,11 +74,11 @@ def test_an_engine_of_one_rank_gets_the_bucket() -> None:
 
 def test_the_plan_in_words() -> None:
     assert (
-        plan_in_words([(BUCKET, parts_of(BUCKET, engine_ranks(1, kv_heads=4)))]) == "11 weights of 8.7 MiB in 1 bucket"
+        plan_in_words([(BUCKET, parts_of(BUCKET, engine_ranks(1, kv_heads=4)))]) == "11 weights, 8.7 MiB, in 1 bucket"
     )
     told = plan_in_words([(BUCKET, parts_of(BUCKET, engine_ranks(2, kv_heads=4)))])
     assert told == (
-        "11 weights of 8.7 MiB in 1 bucket; the ranks of an engine get 4.4, 4.3 MiB: "
+        "11 weights, 8.7 MiB, in 1 bucket; the ranks of an engine get 4.4, 4.3 MiB: "
         "7 weights cut by rows, 2 by columns, 2 whole"
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ import torch
 
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import OwnWeight
-from rl_safe_workers.rollout.digest import digests
+from rl_safe_workers.rollout.digest import Sizes, digests
 from rl_safe_workers.rollout.packing import adjacent_in, dtype_name
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.rollout.sent_digests import SentDigests
+from rl_safe_workers.workers import outgoing as outgoing_module
 from rl_safe_workers.workers.outgoing import Items, Outgoing
 from tests.unpacking import unpack
 
@@ -328,7 +330,15 @@ def test_each_weight_of_an_item_has_a_digest_of_its_own(tell: Tell) -> None:
     assert found.sent().digests == {name: int(digests([weight])) for name, weight in unpack(bucket, buffer)}
 
 
-def test_the_digests_of_parameters_are_taken_where_they_are_now(tell: Tell) -> None:
+def test_the_digests_of_parameters_are_taken_where_they_are_now(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
+    preparations: list[int] = []
+
+    def prepared(tensors: Sequence[torch.Tensor], *, sizes: Sizes) -> Callable[[], torch.Tensor]:
+        preparations.append(len(tensors))
+        # It knows the tensors' memory only, as on a GPU.
+        return partial(digests, [tensor.detach() for tensor in tensors], sizes=sizes)
+
+    monkeypatch.setattr(outgoing_module, "prepared", prepared)
     of_rank = [*experts(0, 1), own((0, 0, 2), ones("built"))]
     made = tell(0, of_rank)
     bucket = only_bucket(made)
@@ -351,13 +361,29 @@ def test_the_digests_of_parameters_are_taken_where_they_are_now(tell: Tell) -> N
     parameters[1].data = parameters[1].data + 1
     moved = sent()
     assert {name for name in first if changed[name] != moved[name]} == set(of_rank[1].names)
-    assert len(made._prepared) == 1
+    assert preparations == [2, 2]
 
 
 def test_a_rank_takes_no_digests_of_what_another_rank_sends(tell: Tell) -> None:
-    made, found = tell(0, [dataclasses.replace(one, is_source=False) for one in experts(0, 1)]), SentDigests()
-    made.digest_in_place(found, frozenset())
+    of_rank = experts(0, 1)
+    tell(1, of_rank)
+    made, found = tell(0, [dataclasses.replace(one, is_source=False) for one in of_rank]), SentDigests()
+    adjacent = adjacent_in([only_bucket(made)])
+    assert len(list(made.weights(adjacent))) == 1
+    made.digest_in_place(found, adjacent)
     assert found.sent().digests == {}
+
+
+def test_a_parameter_that_is_not_as_announced_is_named_and_not_read(tell: Tell) -> None:
+    of_rank = experts(0, 1)
+    made, found = tell(0, of_rank), SentDigests()
+    bucket = only_bucket(made)
+    assert of_rank[1].parameter is not None
+    of_rank[1].parameter.data = of_rank[1].parameter.data[:2].clone()
+    made.digest_in_place(found, adjacent_in([bucket]))
+    assert found.sent().digests == {}
+    with pytest.raises(WeightSyncError, match="was announced as"):
+        packed(made, bucket, made.weights(adjacent_in([bucket])), training_rank=0)
 
 
 def test_an_error_about_many_weights_is_short(tell: Tell) -> None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 
+import pytest
 import torch
 from torch import nn
 
+from rl_safe_workers.rollout import read_back
+from rl_safe_workers.rollout.digest import Span, digests
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.rollout.read_back import ReadBack
 from tests.slow_digest import slow_digest
@@ -96,36 +101,53 @@ def expected_of(made: nn.ModuleDict) -> dict[str, int]:
     return {f"{name}.weight": slow_digest(layer.weight) for name, layer in made.items()}
 
 
-def test_each_update_is_read_anew_though_the_layout_is_kept() -> None:
+@pytest.fixture
+def preparations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of tensors of each preparation, which knows the tensors' memory only, as on a GPU."""
+    found: list[int] = []
+
+    def prepared(tensors: Sequence[torch.Tensor], spans: Sequence[Span]) -> Callable[[], torch.Tensor]:
+        found.append(len(tensors))
+        return partial(digests, [tensor.detach() for tensor in tensors], spans)
+
+    monkeypatch.setattr(read_back, "prepared", prepared)
+    return found
+
+
+def test_each_update_is_read_anew_though_the_layout_is_kept(preparations: list[int]) -> None:
     made = model(Keeping())
     assert held_by(made) == expected_of(made)
     with torch.no_grad():
         made["plain"].weight.add_(1)
     assert held_by(made) == expected_of(made)
+    assert preparations == [2]
 
 
-def test_a_parameter_that_has_moved_is_read_where_it_is() -> None:
+def test_a_parameter_that_has_moved_is_read_where_it_is(preparations: list[int]) -> None:
     made = model(Keeping())
     before = held_by(made)
     made["plain"].weight.data = made["plain"].weight.data + 1
     assert held_by(made) == expected_of(made) != before
     made["packed"].weight = nn.Parameter(made["packed"].weight.detach() + 1)
     assert held_by(made) == expected_of(made)
+    assert preparations == [2, 2, 2]
 
 
-def test_a_weight_that_is_held_in_a_wider_dtype_is_read_anew() -> None:
+def test_a_weight_that_is_held_in_a_wider_dtype_is_read_anew(preparations: list[int]) -> None:
     made = model(Keeping()).double()
     for shift in range(2):
         with torch.no_grad():
             made["plain"].weight.fill_(shift)
         expected = {f"{name}.weight": slow_digest(layer.weight.float()) for name, layer in made.items()}
         assert held_by(made) == expected
+    assert preparations == []
 
 
-def test_no_model_is_kept() -> None:
+def test_no_model_is_kept(preparations: list[int]) -> None:
     made = model(Keeping())
     held_by(made)
     kept = weakref.ref(made)
     del made
     gc.collect()
     assert kept() is None
+    assert preparations == [2]
