@@ -152,12 +152,12 @@ def read_calls(folder: Path) -> list[Call]:
 
 
 def slowest(calls: Iterable[Call], *, net: bool = False) -> list[float]:
-    """Returns the seconds of calls of one name, each on its slowest rank, in their order.
+    """Returns the seconds of each call on its slowest rank, in their order.
 
     Args:
-        calls: The calls of all ranks.
-        net: True to subtract the seconds of the rank whose garbage collector took longest. Ranks that wait for each
-            other all take that long, so this is an estimate.
+        calls: The calls of one name, on all ranks.
+        net: True to subtract the seconds of garbage collection of the rank that collected longest in the call. If no
+            rank waited for it, that is too much.
     """
     seconds: dict[int, float] = {}
     collected: dict[int, float] = {}

@@ -252,7 +252,7 @@ def slowest(job: Job | None, name: str, *, net: bool = False) -> list[float]:
     Args:
         job: The job.
         name: Name of the calls.
-        net: True to subtract the time of the longest garbage collection of a rank, for which all ranks may wait.
+        net: As for `host_meter.slowest`.
     """
     return host_meter.slowest(job.calls(name) if job else (), net=net)
 

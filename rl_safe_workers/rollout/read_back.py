@@ -113,12 +113,13 @@ class ReadBack:
         started_s = time.monotonic()
         layout = self._layout(self._numbers.get(name, []))
         before = self._read(layout)
+        self._sizes |= layout.sizes
+        del layout  # it holds the weights, whose memory the conversion may free
         self._seconds += time.monotonic() - started_s
         convert()
         started_s = time.monotonic()
         after = self._read(self._layout(before))
         self._converted |= {number: digest for number, digest in before.items() if after.get(number) != digest}
-        self._sizes |= layout.sizes
         self._seconds += time.monotonic() - started_s
 
     def stop(self) -> None:
@@ -164,7 +165,7 @@ class ReadBack:
         return found
 
     def _kept_layout(self) -> _Layout:
-        """Returns the layout of all places. Keeps it for later updates, while the parameters stay where they are."""
+        """Returns the layout of all places. Keeps one that lasts, until a parameter is elsewhere."""
         where = tuple(
             (name, each.data_ptr(), each.shape, each.stride(), each.dtype)
             for name, each in self._model.named_parameters()

@@ -136,7 +136,8 @@ class Outgoing:
     def digest_in_place(self, digests: SentDigests, adjacent: Adjacent) -> None:
         """Takes the digests of all weights that this rank sends out of its parameters. Not collective.
 
-        On a GPU that takes one launch. While the parameters stay where they are, later syncs need no preparation.
+        On a GPU that takes one launch. While the parameters stay where they are, later syncs need no preparation. A
+        parameter whose memory the kernel cannot read, e.g. of an odd number of bf16, takes both away.
 
         Args:
             digests: Takes the digests.
@@ -379,12 +380,18 @@ def _place_of(part: BucketPart, number: int, count: int, buffer: torch.Tensor) -
 
 
 def _sizes_in(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[list[int]]:
-    """Divides the sizes of weights in bytes among the tensors in whose memory they are, one after another."""
+    """Divides the sizes of weights in bytes among the tensors in whose memory they are, one after another.
+
+    Raises:
+        WeightSyncError: If a weight does not end with its tensor.
+    """
     found, left = [], iter(sizes)
     for tensor in tensors:
-        inside = [next(left)]
-        while sum(inside) < tensor.nbytes:
-            inside.append(next(left))
+        inside = [next(left, 0)]
+        while inside[-1] and sum(inside) < tensor.nbytes:
+            inside.append(next(left, 0))
+        if sum(inside) != tensor.nbytes:
+            raise WeightSyncError(f"a parameter {tuple(tensor.shape)} does not have whole weights, as announced")
         found.append(inside)
     return found
 

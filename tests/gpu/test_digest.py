@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from rl_safe_workers.rollout import digest
+from rl_safe_workers.rollout import digest, read_back
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.rollout.read_back import ReadBack
 from rl_safe_workers.rollout.sent_digests import SentDigests
@@ -64,8 +65,16 @@ def test_a_tensor_that_must_be_copied_is_not_prepared() -> None:
     assert digest.prepared([torch.arange(8, device="cuda")[::2]]) is None
 
 
-def test_a_model_is_read_back_whether_or_not_its_layout_is_kept() -> None:
+def test_a_model_is_read_back_whether_or_not_its_layout_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a wider dtype, the copies of the weights must live until the kernel has read them."""
+    others: list[torch.Tensor] = []
+
+    def read(self: ReadBack, layout: Any) -> dict[int, int]:
+        others.extend(torch.full((256, 256), -1.0, device="cuda", dtype=torch.bfloat16) for _ in names)
+        return of_class(self, layout)
+
+    of_class = ReadBack._read
+    monkeypatch.setattr(ReadBack, "_read", read)
     names = [f"{number}.weight" for number in range(20)]
     specs = [WeightSpec(name=name, dtype="bfloat16", shape=(256, 256)) for name in names]
     for dtype in (torch.bfloat16, torch.float32):
@@ -76,3 +85,4 @@ def test_a_model_is_read_back_whether_or_not_its_layout_is_kept() -> None:
                     parameter.add_(1)
             expected = digest.digests([parameter.detach().bfloat16() for parameter in model.parameters()]).tolist()
             assert dict(ReadBack(model, specs).finish().digests) == dict(zip(names, expected, strict=True))
+        assert (model in read_back._KEPT) is (dtype == torch.bfloat16)

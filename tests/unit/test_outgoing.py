@@ -382,8 +382,18 @@ def test_a_parameter_that_is_not_as_announced_is_named_and_not_read(tell: Tell) 
     of_rank[1].parameter.data = of_rank[1].parameter.data[:2].clone()
     made.digest_in_place(found, adjacent_in([bucket]))
     assert found.sent().digests == {}
-    with pytest.raises(WeightSyncError, match="was announced as"):
+    with pytest.raises(WeightSyncError, match=r"^weight gate\.0 to up\.1 \(4 weights\) .* was announced as"):
         packed(made, bucket, made.weights(adjacent_in([bucket])), training_rank=0)
+
+
+def test_a_parameter_without_whole_weights_is_refused(tell: Tell) -> None:
+    of_rank = experts(0, 1)
+    made = tell(0, of_rank)
+    for one, rows in zip(of_rank, (3, 5), strict=True):
+        assert one.parameter is not None
+        one.parameter.data = torch.zeros(rows, 2)
+    with pytest.raises(WeightSyncError, match=r"^a parameter \(3, 2\) does not have whole weights"):
+        made.digest_in_place(SentDigests(), adjacent_in([only_bucket(made)]))
 
 
 def test_an_error_about_many_weights_is_short(tell: Tell) -> None:
