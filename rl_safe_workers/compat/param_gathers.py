@@ -32,7 +32,9 @@ def complete_param_gathers(chunks: Iterable[Any]) -> int:
         if not config.use_distributed_optimizer or config.reuse_grad_buf_for_mxfp8_param_ag:
             continue
         for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
-            if group.param_gather_handle is not None or not group.param_gather_dispatched:
+            # A rank alone in its data-parallel group has all values.
+            is_alone = group.intra_distributed_optimizer_instance_size == 1
+            if group.param_gather_handle is not None or not (group.param_gather_dispatched or is_alone):
                 group.start_param_sync(force_sync=True)
                 gathered += 1
     return gathered

@@ -13,8 +13,9 @@ from rl_safe_workers.compat.param_gathers import complete_param_gathers
 class Group:
     """A bucket group."""
 
-    def __init__(self, *, dispatched: bool, handle: object = None) -> None:
+    def __init__(self, *, dispatched: bool, handle: object = None, ranks: int = 2) -> None:
         self.param_gather_dispatched, self.param_gather_handle = dispatched, handle
+        self.intra_distributed_optimizer_instance_size = ranks
         self.syncs: list[bool] = []
 
     def start_param_sync(self, *, force_sync: bool) -> None:
@@ -36,6 +37,12 @@ def test_groups_that_are_put_off_or_under_way_are_gathered_at_once() -> None:
     put_off, under_way, done = Group(dispatched=False), Group(dispatched=True, handle=object()), Group(dispatched=True)
     assert complete_param_gathers([chunk(put_off, under_way, done)]) == 2
     assert (put_off.syncs, under_way.syncs, done.syncs) == ([True], [True], [])
+
+
+def test_a_rank_that_is_alone_has_nothing_to_gather() -> None:
+    put_off, under_way = Group(dispatched=False, ranks=1), Group(dispatched=True, handle=object(), ranks=1)
+    assert complete_param_gathers([chunk(put_off, under_way)]) == 1
+    assert (put_off.syncs, under_way.syncs) == ([], [True])
 
 
 @pytest.mark.parametrize(
