@@ -388,8 +388,8 @@ def _sizes_in(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[lis
     found, left = [], iter(sizes)
     for tensor in tensors:
         inside = [next(left, 0)]
-        while inside[-1] and sum(inside) < tensor.nbytes:
-            inside.append(next(left, 0))
+        while sum(inside) < tensor.nbytes and (size := next(left, None)) is not None:
+            inside.append(size)
         if sum(inside) != tensor.nbytes:
             raise WeightSyncError(f"a parameter {tuple(tensor.shape)} does not have whole weights, as announced")
         found.append(inside)
