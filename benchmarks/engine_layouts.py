@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,8 +38,9 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
     "TP2": ("cluster.num_rollouts=2", "rollout.tensor_model_parallel_size=2"),
     "2 x TP1": ("cluster.num_rollouts=2",),
 }
-TRAINERS_ON_GPUS = 2
-"""Number of trainers on GPUs."""
+RANKS_ON_GPUS = 2
+"""Number of trainers on GPUs, and of the rollout ranks that share these."""
+COLOCATED = "cluster.colocated=true"
 GAP_ON_GPUS = at_most(0.03)
 """Largest gap of log-probabilities on GPUs, in bf16."""
 
@@ -57,9 +59,6 @@ class Placement(NamedTuple):
         return COLOCATED in self.overrides
 
 
-COLOCATED = "cluster.colocated=true"
-
-
 def measure(report: Callable[[str], None]) -> list[Row]:
     """Runs three steps with each pair of layouts, and proves each sync.
 
@@ -73,32 +72,31 @@ def measure(report: Callable[[str], None]) -> list[Row]:
     require_recipe("engine_layouts")
     facts: dict[str, Any] = {"machine": machine(), "versions": installed_versions(), "runs": 1}
     rows: list[Row] = []
-    for placement in _placements(count_gpus()):
-        for trainers, of_trainers in TRAINERS.items():
-            for engines, of_engines in ENGINES.items():
-                if placement.is_colocated and f"cluster.num_rollouts={TRAINERS_ON_GPUS}" not in of_engines:
-                    continue
-                pair = f"trainers {trainers}, engines {engines}{placement.suffix}"
-                with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as folder:
-                    overrides = (*of_trainers, *of_engines, *placement.overrides)
-                    records = _run(pair, Path(folder), placement.recipe, overrides)
-                gap = max(record[names.LOGPROB_GAP_MAX] for record in records)
-                redone, unread = (sum(record[name] for record in records) for name in (names.REDONE, names.NOT_PROVED))
-                proved = sum(record[names.PROVED] for record in records)
-                report(f"{pair}: gap {gap:.2e} nat, {proved:.0f} digests equal, {redone:.0f} syncs redone")
-                rows += [
-                    Row(name=f"{pair}: logprob gap", unit="nat", ours=gap, goal=placement.gap, **facts),
-                    Row(name=f"{pair}: weights not proved, syncs redone", unit="", ours=unread + redone,
-                        goal=at_most(0), **facts),
-                ]  # fmt: skip
+    layouts = product(_placements(count_gpus()), TRAINERS.items(), ENGINES.items())
+    for placement, (trainers, of_trainers), (engines, of_engines) in layouts:
+        if placement.is_colocated and f"cluster.num_rollouts={RANKS_ON_GPUS}" not in of_engines:
+            continue
+        pair = f"trainers {trainers}, engines {engines}{placement.suffix}"
+        with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as folder:
+            overrides = (*of_trainers, *of_engines, *placement.overrides)
+            records = _run(pair, Path(folder), placement.recipe, overrides)
+        gap = max(record[names.LOGPROB_GAP_MAX] for record in records)
+        redone, unread = (sum(record[name] for record in records) for name in (names.REDONE, names.NOT_PROVED))
+        proved = sum(record[names.PROVED] for record in records)
+        report(f"{pair}: gap {gap:.2e} nat, {proved:.0f} digests equal, {redone:.0f} syncs redone")
+        rows += [
+            Row(name=f"{pair}: logprob gap", unit="nat", ours=gap, goal=placement.gap, **facts),
+            Row(name=f"{pair}: weights not proved, syncs redone", unit="", ours=unread + redone, goal=at_most(0),
+                **facts),
+        ]  # fmt: skip
     return rows
 
 
 def _placements(gpus: int) -> list[Placement]:
-    if gpus < TRAINERS_ON_GPUS:
+    if gpus < RANKS_ON_GPUS:
         return [Placement(RECIPE, GAP)]
     colocated = Placement(GPU_RECIPE, GAP_ON_GPUS, (COLOCATED,), ", colocated")
-    return [colocated, *([] if gpus < 2 * TRAINERS_ON_GPUS else [Placement(GPU_RECIPE, GAP_ON_GPUS)])]
+    return [colocated, *([] if gpus < 2 * RANKS_ON_GPUS else [Placement(GPU_RECIPE, GAP_ON_GPUS)])]
 
 
 def _run(pair: str, folder: Path, recipe: Path, overrides: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ torch brings Triton in its builds for CUDA. A digest reads each word once. In to
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -129,9 +129,10 @@ class Table:
         arrays = [addresses, words, starts, widths, skips, owners, firsts]
         # A copy from memory that is not pinned would wait for the GPU. numpy fills it, with one thread: torch would use
         # all cores for this megabyte, and wait 20 ms for them on a busy machine.
-        packed = torch.empty(sum(map(len, arrays)), dtype=torch.int64, pin_memory=device.type == "cuda")
-        np.concatenate(arrays, out=packed.numpy())
-        self._packed = packed.to(device, non_blocking=True)
+        with _current(device):
+            packed = torch.empty(sum(map(len, arrays)), dtype=torch.int64, pin_memory=device.type == "cuda")
+            np.concatenate(arrays, out=packed.numpy())
+            self._packed = packed.to(device, non_blocking=True)
         self._tensors, self._programs = len(words), int(owners.size)
         self._constants = constants(
             in_runs=bool((widths < words).any()), is_aligned=not (addresses % _VECTOR_BYTES).any()
@@ -144,12 +145,17 @@ class Table:
         """
         packed, owners = self._packed, _FIELDS * self._tensors
         found = torch.zeros(self._tensors, dtype=torch.int64, device=packed.device)
-        with torch.cuda.device(packed.device) if packed.is_cuda else nullcontext():
-            if self._programs:
+        if self._programs:
+            with _current(packed.device):
                 digest_chunk[(self._programs,)](
                     found, packed, packed[owners:], packed[owners + self._programs :], self._tensors, **self._constants
                 )
         return found
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the current one in the body. CUDA pins memory and launches kernels on the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def constants(*, in_runs: bool, is_aligned: bool) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 
@@ -31,7 +31,7 @@ class SentDigests:
         """Returns True if a weight has a digest."""
         return name in self._known
 
-    def add(self, names: Iterable[str], take: Callable[[], torch.Tensor], *, started_s: float | None = None) -> None:
+    def add(self, names: Collection[str], take: Callable[[], torch.Tensor], *, started_s: float | None = None) -> None:
         """Takes digests of weights. Does not wait for a GPU.
 
         Args:
@@ -41,9 +41,8 @@ class SentDigests:
         """
         started_s = time.monotonic() if started_s is None else started_s
         self._digests.append(take())
-        first = len(self._names)
         self._names += names
-        self._known.update(self._names[first:])
+        self._known.update(names)
         self._seconds += time.monotonic() - started_s
 
     def passing(
