@@ -83,7 +83,7 @@ class Place:
         return parameter.to(dtype) if parameter.itemsize > dtype.itemsize else parameter
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EnginePlaces:
     """The places of all weights of a sync."""
 
@@ -133,15 +133,21 @@ class EnginePlaces:
         )
         return cls(places=tuple(places), unplaced=tuple(unplaced), faults=tuple(faults))
 
+    @cached_property
+    def _sent(self) -> Counter[str]:
+        """Number of elements that are sent for each parameter. Cached: a model has thousands of places."""
+        sent: Counter[str] = Counter()
+        for place in self.places:
+            sent[place.parameter] += torch.Size(place.shape).numel()
+        return sent
+
     def gaps(self, sizes: Mapping[str, int]) -> list[str]:
         """Returns a sentence for each parameter that gets no data for some of its elements.
 
         Args:
             sizes: Number of elements of each parameter whose layout follows the rules, by name.
         """
-        sent: Counter[str] = Counter()
-        for place in self.places:
-            sent[place.parameter] += torch.Size(place.shape).numel()
+        sent = self._sent
         return [
             f"{name}: {sent[name]} of its {size} elements are sent"
             for name, size in sizes.items()

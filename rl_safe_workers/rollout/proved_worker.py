@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 from rl_safe_workers.rollout.protocol import WeightSpec
@@ -29,7 +28,7 @@ class ProvedWorker:
     def rl_safe_held(self) -> dict[str, Any] | None:
         """Returns the fields of the last sync's `HeldWeights`; None if no sync has come since the last call."""
         held, self._rl_safe_last = self._rl_safe_last, None
-        return None if held is None else asdict(held)
+        return None if held is None else held.as_dict()
 
     @contextmanager
     def _rl_safe_proving(self) -> Iterator[None]:

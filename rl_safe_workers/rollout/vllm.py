@@ -57,7 +57,7 @@ def _obstacle(worker: Any) -> str | None:
 
 def _held_weights(worker: Any) -> dict[str, Any]:
     held: HeldWeights = worker.weight_transfer_engine.held
-    return asdict(held)
+    return held.as_dict()
 
 
 class VllmRollout:

@@ -41,6 +41,33 @@ class _Run:
     """Empty if the weights must be built."""
     make: Callable[[], Sequence[torch.Tensor]]
     """Builds the weights of the first parameter; see `OwnWeight.make`."""
+    _seen: tuple[int, ...] = ()
+    """The parameters' addresses when `is_freed` last found that they have their memory."""
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """The parameters' addresses now. They change if memory is freed: torch then counts from address 0."""
+        return tuple(map(torch.Tensor.data_ptr, self.parameters))
+
+    def is_freed(self) -> bool:
+        """Returns True if the memory of a parameter is freed.
+
+        A copy from it would end the process. torch checks this only when it makes a view.
+        """
+        addresses = self.addresses
+        if addresses != self._seen:
+            if any(each.untyped_storage().nbytes() < each.nbytes for each in self.parameters):
+                return True
+            self._seen = addresses
+        return False
+
+    def is_as_announced(self, announced: Mapping[str, WeightSpec]) -> bool:
+        """Returns True if the parameters have the dtype and the bytes of their weights."""
+        specs = [announced[name] for name in self.names]
+        dtype, size_bytes = DTYPES[specs[0].dtype], sum(spec.size_bytes for spec in specs)
+        return all(each.dtype == dtype for each in self.parameters) and size_bytes == sum(
+            each.nbytes for each in self.parameters
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +83,12 @@ class Outgoing:
 
     The argument is the result of `adjacent_in`: only adjacent weights may share an item.
     """
-    in_place: Callable[[Adjacent], Items] = lambda _: iter(())
-    """Yields the items of ``weights`` that this rank sends and whose tensors are its parameters. Not collective. Leaves
-    out parameters whose memory is freed, or that are not as announced: `pack` refuses them."""
-    _prepared: dict[Hashable, Callable[[], torch.Tensor]] = field(
+    in_place: Callable[[Adjacent], Sequence[_Run]] = lambda _: ()
+    """Returns the items of ``weights`` that this rank sends and whose tensors are its parameters. Not collective."""
+    _prepared: dict[Hashable, tuple[Sequence[str], Callable[[], torch.Tensor]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """The newest function that takes the digests of ``in_place``, by what it depends on."""
+    """The weights of ``in_place`` and a function that takes their digests. Only the newest, by what it depends on."""
 
     @classmethod
     def of_all(cls, export: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> Outgoing:
@@ -105,23 +131,22 @@ class Outgoing:
         if len({spec.name for spec in specs}) < len(specs):
             raise WeightSyncError("two training ranks would send the same weight")
         in_order = sorted(own, key=lambda weight: weight.place)
-        sent = {spec.name: spec for spec in specs if spec.source == training_rank}
+        sent = {spec.name for spec in specs if spec.source == training_rank}
 
         @functools.cache
         def runs(adjacent: Adjacent) -> list[_Run]:
             return _runs_of(in_order, adjacent)
 
-        def in_place(adjacent: Adjacent) -> Items:
-            for run in runs(adjacent):
-                if run.parameters and run.names[0] in sent and not _is_freed(run) and _is_as_announced(run, sent):
-                    yield tuple(run.names), run.parameters
+        @functools.cache
+        def in_place(adjacent: Adjacent) -> list[_Run]:
+            return [run for run in runs(adjacent) if run.parameters and run.names[0] in sent]
 
         def weights(adjacent: Adjacent) -> Items:
             for run in runs(adjacent):
                 if not run.parameters:
                     yield from zip(zip(run.names), zip(run.make()), strict=True)
                     continue
-                if _is_freed(run):
+                if run.is_freed():
                     raise WeightSyncError(f"weight {_in_words(run.names)}: the memory of a parameter is freed")
                 yield tuple(run.names), run.parameters
 
@@ -137,30 +162,30 @@ class Outgoing:
         """Takes the digests of all weights that this rank sends out of its parameters. Not collective.
 
         On a GPU that takes one launch. While the parameters stay where they are, later syncs need no preparation. A
-        parameter whose memory the kernel cannot read, e.g. of an odd number of bf16, takes both away.
+        parameter whose memory the kernel cannot read, e.g. of an odd number of bf16, takes both away. Leaves out
+        parameters whose memory is freed, or that are not as announced: `pack` refuses them.
 
         Args:
             digests: Takes the digests.
             adjacent: As for ``weights``.
         """
         started_s = time.monotonic()
-        items = [*self.in_place(adjacent)]
-        if not items:
-            return
-        names = [*chain.from_iterable(names for names, _ in items)]
-        tensors = [*chain.from_iterable(tensors for _, tensors in items)]
-        key = adjacent, *((each.data_ptr(), each.shape, each.stride(), each.dtype) for each in tensors)
-        take = self._prepared.get(key)
-        if take is None:
-            size_of = {spec.name: spec.size_bytes for spec in self.specs}
-            sizes = _sizes_in(tensors, [size_of[name] for name in names])
+        runs = self.in_place(adjacent)
+        where = adjacent, tuple(run.addresses for run in runs)
+        if where not in self._prepared:
             self._prepared.clear()
+            announced = {spec.name: spec for spec in self.specs}
+            sound = [run for run in runs if not run.is_freed() and run.is_as_announced(announced)]
+            names = [name for run in sound for name in run.names]
+            tensors = [parameter for run in sound for parameter in run.parameters]
+            sizes = _sizes_in(tensors, [announced[name].size_bytes for name in names])
             take = prepared(tensors, sizes=sizes)
             if take is None:
-                take = partial(digests_of, tensors, sizes=sizes)
-            else:
-                self._prepared[key] = take
-        digests.add(names, take, started_s=started_s)
+                if names:
+                    digests.add(names, partial(digests_of, tensors, sizes=sizes), started_s=started_s)
+                return
+            self._prepared[where] = names, take
+        digests.add(*self._prepared[where], started_s=started_s)
 
     @torch.no_grad()
     def pack(
@@ -182,8 +207,8 @@ class Outgoing:
                 ``parts[-1].end`` if there are several parts.
             training_rank: This rank.
             parts: The parts of an engine's ranks, if there are several. Then each part is copied, one after another.
-            digests: Takes the digests of the weights that it does not have yet, on the bucket's source, before they are
-                copied.
+            digests: Takes the digests of the weights that it does not have yet, on the bucket's source. It reads the
+                tensors that are copied here, and not the bucket.
 
         Raises:
             WeightSyncError: If a weight does not match its announcement.
@@ -229,22 +254,6 @@ class Outgoing:
         return tensors, count
 
 
-def _is_freed(run: _Run) -> bool:
-    """Returns True if the memory of a parameter is freed.
-
-    A copy from it would end the process. torch checks this only when it makes a view.
-    """
-    return any(each.untyped_storage().nbytes() < each.nbytes for each in run.parameters)
-
-
-def _is_as_announced(run: _Run, announced: Mapping[str, WeightSpec]) -> bool:
-    specs = [announced[name] for name in run.names]
-    dtype = DTYPES[specs[0].dtype]
-    return all(each.dtype == dtype for each in run.parameters) and sum(each.nbytes for each in run.parameters) == sum(
-        spec.size_bytes for spec in specs
-    )
-
-
 def _add_missing(
     digests: SentDigests, bucket: Bucket, first: int, items: Iterable[tuple[Sequence[torch.Tensor], int]]
 ) -> None:
@@ -265,8 +274,7 @@ def _add_missing(
             tensors += of_item
             sizes += bucket.sizes[first : first + count]
         first += count
-    if names:
-        digests.add(names, partial(digests_of, tensors, sizes=_sizes_in(tensors, sizes)))
+    digests.hold(names, tensors, _sizes_in(tensors, sizes))
 
 
 def _runs_of(weights: Sequence[OwnWeight], adjacent: Adjacent) -> list[_Run]:
