@@ -42,7 +42,7 @@ _POLL_S, _OTHER_STARTS_WITHIN_S = 0.002, 420.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of a watched method on one rank. Memory is in bytes, after the call."""
+    """One call of a watched method on one rank. Memory is in bytes, after the call; None and 0 if it was left out."""
 
     name: str
     call: int
@@ -59,10 +59,17 @@ class Call:
     """Seconds of the call that Python's garbage collector took."""
 
 
-def watch(owner: type | ModuleType, method: str, name: str) -> None:
+def watch(owner: type | ModuleType, method: str, name: str, *, memory: bool = True) -> None:
     """Replaces a method of a class, or a function of a module, by one that records each call.
 
     Coroutine functions stay coroutine functions.
+
+    Args:
+        owner: The class or module.
+        method: Name of the method or function.
+        name: Name of the calls in the records.
+        memory: False to leave out the memory. Reading it takes milliseconds. If the call is inside of another watched
+            call, these would count as part of that one.
     """
     if FOLDER not in os.environ:
         return
@@ -74,13 +81,13 @@ def watch(owner: type | ModuleType, method: str, name: str) -> None:
 
         @functools.wraps(stock)
         async def recorded(*args: Any, **kwargs: Any) -> Any:
-            with _recording(name, next(number)):
+            with _recording(name, next(number), memory=memory):
                 return await stock(*args, **kwargs)
     else:
 
         @functools.wraps(stock)
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            with _recording(name, next(number)):
+            with _recording(name, next(number), memory=memory):
                 return stock(*args, **kwargs)
 
     setattr(owner, method, recorded)
@@ -174,7 +181,7 @@ def append(call: Call, file: Path) -> None:
 
 
 @contextmanager
-def _recording(name: str, number: int) -> Iterator[None]:
+def _recording(name: str, number: int, *, memory: bool) -> Iterator[None]:
     rank = int(os.environ.get("RANK", "-1"))
     if os.environ.get(FAULT, "").startswith(f"{name}:{number}:{rank}:"):
         _fail(os.environ[FAULT].rpartition(":")[2], number, rank)
@@ -182,7 +189,7 @@ def _recording(name: str, number: int) -> Iterator[None]:
     began = _Times()
     yield
     _synchronize()
-    _write(name, number, rank, began)
+    _write(name, number, rank, began, memory=memory)
 
 
 def _fail(how: str, number: int, rank: int) -> None:
@@ -221,10 +228,10 @@ class _Times:
         self.unix_s, self.elapsed_s, self.gc_s = time.time(), time.perf_counter(), _collections().seconds
 
 
-def _write(name: str, number: int, rank: int, began: _Times) -> None:
+def _write(name: str, number: int, rank: int, began: _Times, *, memory: bool = True) -> None:
     now = _Times()
-    reserved = torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
-    read = _reader()
+    reserved = torch.cuda.memory_reserved() if memory and torch.cuda.is_initialized() else 0
+    read = _reader() if memory else None
     call = Call(
         name=name,
         call=number,

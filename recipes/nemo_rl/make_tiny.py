@@ -22,6 +22,9 @@ from rl_safe_workers.models.seeded import create_seeded_model
 PROMPTS = Path(__file__).resolve().parents[1] / "data" / "char_class.parquet"
 MODEL = SeededModelConfig(hidden_size=256, head_dim=64, num_experts=8)
 SOLUTION = " ".join(string.ascii_lowercase)
+PASSES = 16
+"""Number of times that each prompt is written. NeMo RL's asynchronous GRPO reads the data only once. If the data ends
+too early, a resumed run waits for ever."""
 
 
 def make_tiny(folder: Path, model: SeededModelConfig = MODEL) -> None:
@@ -30,7 +33,7 @@ def make_tiny(folder: Path, model: SeededModelConfig = MODEL) -> None:
     _decode_to_words(folder / "model" / "tokenizer.json")
     rows = pq.read_table(PROMPTS).column("prompt").to_pylist()
     lines = [json.dumps({"input": prompt[0]["content"], "output": SOLUTION}) for prompt in rows]
-    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "train.jsonl").write_text("\n".join(lines * PASSES) + "\n")
 
 
 def _decode_to_words(path: Path) -> None:

@@ -26,11 +26,17 @@ from benchmarks import host_meter, nemo_rl_meter
 given = dict(word.lstrip("+").split("=", 1) for word in sys.argv[3:])
 
 
-class Worker:
+class Host:
+    def train(self):
+        time.sleep(0.01)
+
+
+class Worker(Host):
     def world(self): ...
 
     def train(self):
-        time.sleep(0.01)
+        time.sleep(0.02)
+        super().train()
 
 
 class Driver:
@@ -40,6 +46,8 @@ class Driver:
 
 host_meter.watch(Worker, "world", nemo_rl_meter.WORLD)
 host_meter.watch(Worker, "train", nemo_rl_meter.TRAIN)
+if os.environ[nemo_rl_meter.SIDE] == nemo_rl_meter.OURS:
+    host_meter.watch(Host, "train", nemo_rl_meter.inside(nemo_rl_meter.TRAIN), memory=False)
 host_meter.watch(Driver, "step", nemo_rl_meter.REFIT)
 host_meter.take_turns(Driver, "step")
 Worker.now = Worker()
@@ -98,9 +106,10 @@ def test_a_placement_is_run_and_resumed(source: Path) -> None:
 def test_steps_are_compared_in_turns(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nemo_rl, "_make_model", lambda *_: None)
     rows = _by_name(nemo_rl.PARTS["steps-apart"](source, source / "out", _quiet))
-    assert rows[f"{nemo_rl.APART}: {TRAIN}, median of {nemo_rl.MEASURED_STEPS} ratios"].ours == pytest.approx(
-        1, abs=0.5
-    )
+    name, ratios = f"{nemo_rl.APART}: {TRAIN}", f"median of {nemo_rl.MEASURED_STEPS} ratios"
+    assert rows[f"{name}, {ratios}"].ours == pytest.approx(1, abs=0.5)
+    assert rows[f"{name}, the host's method, {ratios}"].ours == pytest.approx(1 / 3, abs=0.2)
+    assert rows[f"{name}, ours, outside of the host's method, median"].ours == pytest.approx(20, abs=10)
 
 
 def test_a_fault_is_timed_from_outside(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,27 +157,43 @@ class Implementation:
 # As NeMo RL does: Ray then pickles the class itself, and not its name.
 @ray.remote(num_cpus=0)
 class MegatronPolicyWorker(Implementation): ...
+
+
+class Mixin:
+    def train(self):
+        super().train()
+
+
+@ray.remote(num_cpus=0)
+class SafeMegatronPolicyWorker(Mixin, Implementation): ...
 """
 JOB_WITH_ACTOR = """
-import actors, ray
+import actors, ray, sys
 
 ray.init(num_cpus=1, include_dashboard=False)
-worker = actors.MegatronPolicyWorker.options(runtime_env={"env_vars": {"RANK": "0"}}).remote()
+worker = getattr(actors, sys.argv[1]).options(runtime_env={"env_vars": {"RANK": "0"}}).remote()
 ray.get([worker.train.remote(), worker.train.remote(), worker.save_checkpoint.remote()])
 ray.shutdown()
 """
 
 
-def test_calls_of_an_actor_are_recorded_in_its_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("side", "worker", "inner"),
+    [(STOCK, "MegatronPolicyWorker", []), (OURS, "SafeMegatronPolicyWorker", [nemo_rl_meter.inside(TRAIN)])],
+)
+def test_calls_of_an_actor_are_recorded_in_its_process(
+    tmp_path: Path, side: str, worker: str, inner: list[str]
+) -> None:
     (tmp_path / "actors.py").write_text(ACTORS)
     (tmp_path / "job.py").write_text(JOB_WITH_ACTOR)
     records = tmp_path / "records"
     records.mkdir()
     search = os.pathsep.join([str(tmp_path), module_search_path(START)])
-    variables = {**os.environ, "PYTHONPATH": search, host_meter.FOLDER: str(records), SIDE: STOCK}
-    subprocess.run([sys.executable, str(tmp_path / "job.py")], env=variables, check=True, timeout=120)
+    variables = {**os.environ, "PYTHONPATH": search, host_meter.FOLDER: str(records), SIDE: side}
+    subprocess.run([sys.executable, str(tmp_path / "job.py"), worker], env=variables, check=True, timeout=120)
     calls = [(call.name, call.call, call.rank) for call in host_meter.read_calls(records)]
-    assert calls == [(TRAIN, 0, 0), (TRAIN, 1, 0), (SAVE, 0, 0)]
+    trained = [(name, number, 0) for number in (0, 1) for name in (TRAIN, *inner)]
+    assert calls == [*trained, (SAVE, 0, 0)]
     (digests,) = records.glob("digests-0-0.json")
     assert len(digests.read_text()) > 128
 
