@@ -37,6 +37,7 @@ from benchmarks.nemo_rl_meter import (
     LOGPROB,
     OURS,
     PATHS,
+    PROVED_REFIT,
     RECEIVE,
     REFIT,
     SAVE,
@@ -50,6 +51,7 @@ from benchmarks.nemo_rl_meter import (
 )
 from benchmarks.script import median_with_bounds
 from benchmarks.table import Goal, Row, at_least, at_most, exit_code, print_table
+from benchmarks.weight_sync import MODELS
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlTimeouts
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import ResourceError
@@ -66,7 +68,8 @@ _RESUMED = (
     "++policy.megatron_cfg.scheduler.override_opt_param_scheduler=true",
 )
 MEASURED_STEPS, FIRST_STEPS = 17, 3
-LARGER = "larger"
+LARGER, LARGEST = "larger", "largest"
+REFIT_STEPS = 8
 _EQUAL_WORK = ("policy.megatron_cfg.optimizer.lr=1e-6", "policy.megatron_cfg.optimizer.min_lr=1e-6")
 """Overrides of timed steps. Both jobs must send as many tokens to each expert, so their weights must stay nearly equal.
 With 1e-3 they soon differ, because GPU kernels add in any order."""
@@ -310,6 +313,25 @@ def _rows_of_calls(name: str, ours: Sequence[float], stock: Sequence[float], goa
     ]
 
 
+def _refits(folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
+    """Times our job's refits of 5 B parameters, over NeMo RL's own transport. Every other refit is proved."""
+    _make_model(folder / LARGEST, MODELS["5 B"])
+    overrides = (f"grpo.max_num_steps={REFIT_STEPS}", "checkpointing.enabled=false", "++rl_safe.prove_sync_freq=2")
+    ours, _ = _pair(folder, APART, *overrides, prefix="r")
+    (run,) = _run([replace(ours, model=LARGEST)], out, report, TURNS_S)
+    proved, plain = (_seconds(run, PROVED_REFIT)[first::2] for first in (2, 3))
+    rows = [gpu_row("refits of 5 B, apart: exit code", "", _code(run), at_most(0))]
+    if plain:
+        size_gib = sum(file.stat().st_size for file in (folder / LARGEST / "model").glob("*.safetensors")) / 2**30
+        rows += [
+            gpu_row("refits of 5 B, apart: rate of one that is not proved", "GiB/s", size_gib / median(plain),
+                    at_least(0)),
+            gpu_row("refits of 5 B, apart: a proved one, against another", "s", median(proved), at_most(1.25),
+                    median(plain)),
+        ]  # fmt: skip
+    return rows
+
+
 def _async_saves(recipe: str) -> Callable[[Path, Path, Callable[[str], None]], list[Row]]:
     def run(folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
         overrides = (
@@ -505,6 +527,7 @@ PARTS: Mapping[str, Callable[[Path, Path, Callable[[str], None]], list[Row]]] = 
     "saves-colocated": _async_saves(COLOCATED),
     "steps-apart": _steps(APART),
     "steps-colocated": _steps(COLOCATED),
+    "refits": _refits,
     "outside": _outside,
 }
 """The parts that are not in `FAULTS`."""
@@ -514,6 +537,7 @@ COMMANDS = (
     ("async",),
     ("steps-colocated",),
     ("steps-apart",),
+    ("refits",),
     ("saves-colocated",),
     ("saves-apart",),
     ("step", "save", "refit"),

@@ -27,11 +27,11 @@ STOCK, OURS = "stock", "ours"
 JOB = "RL_SAFE_METER_JOB"
 """Environment variable: the name of the job, unique among the jobs that run at the same time on the machine."""
 WORLD, TRAIN, LOGPROB, SAVE, SEND, GENERATE, REFIT = "world", "train", "logprob", "save", "send", "generate", "refit"
-RECEIVE = "receive"
+RECEIVE, PROVED_REFIT = "receive", "proved refit"
 PATHS, IMPORT, STATE = "paths", "import", "state"
 """Names of the calls: making the default group, an update, ..., sending weights in a trainer, ..., a whole refit in the
-driver, receiving weights in an engine. In the conversion of HF weights: the call before it, the conversion, and the
-middle of its save."""
+driver, receiving weights in an engine, a refit with its proof if it is proved. In the conversion of HF weights: the
+call before it, the conversion, and the middle of its save."""
 DIGESTS = "digests"
 """Prefix of files beside the records, which hold a digest of each parameter after a save, by the parameter's name."""
 _VISIBLE, _KEEPS_VISIBLE = "CUDA_VISIBLE_DEVICES", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
@@ -63,6 +63,7 @@ def meter() -> None:
         "nemo_rl.distributed.virtual_cluster": _own_ports,
         "ray._private.services": _own_ray,
         "ray.actor": _watch_actors,
+        "rl_safe_workers.adapters.sync_prover": _watch_prover,
     }
     if SIDE in os.environ:
         sys.meta_path.insert(0, _AfterImport(watches))
@@ -205,6 +206,12 @@ def _watch_driver(module: Any) -> None:
     take_turns(Step, "refit", "train")
     module.refit_policy_generation = Step.refit
     module.Policy.train = Step.train
+
+
+def _watch_prover(module: Any) -> None:
+    from benchmarks.host_meter import watch
+
+    watch(module.SyncProver, "sync", PROVED_REFIT, memory=False)
 
 
 def _own_ray(module: Any) -> None:

@@ -49,6 +49,8 @@ host_meter.watch(Worker, "train", nemo_rl_meter.TRAIN)
 if os.environ[nemo_rl_meter.SIDE] == nemo_rl_meter.OURS:
     host_meter.watch(Host, "train", nemo_rl_meter.inside(nemo_rl_meter.TRAIN), memory=False)
 host_meter.watch(Driver, "step", nemo_rl_meter.REFIT)
+if "rl_safe.prove_sync_freq" in given:
+    host_meter.watch(Driver, "step", nemo_rl_meter.PROVED_REFIT, memory=False)
 host_meter.take_turns(Driver, "step")
 Worker.now = Worker()
 Worker.now.world()
@@ -110,6 +112,17 @@ def test_steps_are_compared_in_turns(source: Path, monkeypatch: pytest.MonkeyPat
     assert rows[f"{name}, {ratios}"].ours == pytest.approx(1, abs=0.5)
     assert rows[f"{name}, the host's method, {ratios}"].ours == pytest.approx(1 / 3, abs=0.2)
     assert rows[f"{name}, ours, outside of the host's method, median"].ours == pytest.approx(20, abs=10)
+
+
+def test_proved_refits_are_compared_with_others(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nemo_rl, "_make_model", lambda *_: None)
+    model = source / nemo_rl.LARGEST / "model"
+    model.mkdir(parents=True)
+    (model / "model.safetensors").write_bytes(bytes(2**20))
+    rows = _by_name(nemo_rl.PARTS["refits"](source, source / "out", _quiet))
+    assert rows["refits of 5 B, apart: exit code"].met
+    assert rows["refits of 5 B, apart: a proved one, against another"].ratio == pytest.approx(1, abs=0.5)
+    assert 0 < rows["refits of 5 B, apart: rate of one that is not proved"].ours < 2**-10 / 0.03
 
 
 def test_a_fault_is_timed_from_outside(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
