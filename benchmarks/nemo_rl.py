@@ -287,16 +287,25 @@ def _steps(recipe: str) -> Callable[[Path, Path, Callable[[str], None]], list[Ro
                 rows += _rows_of_calls(name, *seconds, at_most(9e9 if net else bound))
         # Our process runs the host's method within ours. These rows tell which of the two a difference comes from.
         for call in (TRAIN, SEND):
-            whole, inner = (_seconds(ours, name)[FIRST_STEPS:steps] for name in (call, inside(call)))
-            outer_ms = [1e3 * (a - b) for a, b in zip(whole, inner, strict=False)]
-            if outer_ms:
+            if outer_ms := _outside_ms(ours, call)[FIRST_STEPS:steps]:
                 name = f"{recipe}: {call}, ours, outside of the host's method, median"
                 rows.append(gpu_row(name, "ms", median(outer_ms), at_most(9e9)))
-            plain = _seconds(stock, call)[FIRST_STEPS:steps]
+            inner, plain = (_seconds(*of)[FIRST_STEPS:steps] for of in ((ours, inside(call)), (stock, call)))
             rows += _rows_of_calls(f"{recipe}: {call}, the host's method", inner, plain, at_most(9e9))
         return rows
 
     return run
+
+
+def _outside_ms(run: Run, name: str) -> list[float]:
+    """Returns the milliseconds of each call of ours that are not the host's, on the rank that has most of them."""
+    inner = {(call.rank, call.call): call.seconds for call in run.calls if call.name == inside(name)}
+    found: dict[int, float] = {}
+    for call in run.calls:
+        if call.name == name and (call.rank, call.call) in inner:
+            outer_ms = 1e3 * (call.seconds - inner[call.rank, call.call])
+            found[call.call] = max(found.get(call.call, 0.0), outer_ms)
+    return [found[number] for number in sorted(found)]
 
 
 def _rows_of_calls(name: str, ours: Sequence[float], stock: Sequence[float], goal: Goal) -> list[Row]:

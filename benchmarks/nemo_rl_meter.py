@@ -141,7 +141,7 @@ def _watch_policy(worker: type) -> None:
 
 
 def _watch_safe_policy(worker: type) -> None:
-    """Watches our methods, and the host's methods that they run."""
+    """Watches our methods, and the host's methods that they run. The latter adds some 0.1 ms to a call of ours."""
     from benchmarks.host_meter import watch
 
     for method, name in _POLICY.items():

@@ -48,7 +48,8 @@ from benchmarks.verl_jobs import (
 from rl_safe_workers.errors import ResourceError
 
 PARTS = os.environ.get(
-    "RL_SAFE_BENCH_PARTS", "steps+saves;resumes;faults" + ("" if ON_CPU else "+variants;engine_faults") + ";phases"
+    "RL_SAFE_BENCH_PARTS",
+    "steps+saves;resumes;faults" + ("" if ON_CPU else "+variants+proofs;engine_faults") + ";phases",
 )
 """The parts to run, one after another. Parts joined by a plus run side by side. `resumes` must come after `saves`."""
 SECONDS = float(os.environ.get("RL_SAFE_BENCH_SECONDS", "3600"))
@@ -358,6 +359,36 @@ def variants(jobs: Jobs) -> list[Row]:
     return rows + (_release_rows(jobs, done[GIVING]) if GIVING in done else [])
 
 
+def proofs(jobs: Jobs) -> list[Row]:
+    """Runs eight steps with vLLM, and proves every other weight sync."""
+    wanted = [
+        Wanted(
+            name="ours, proved",
+            who=OURS,
+            overrides=[
+                "trainer.total_training_steps=8",
+                "trainer.save_freq=-1",
+                "actor_rollout_ref.rl_safe.prove_sync_freq=2",
+            ],
+            variables=UNCOMPILED,
+        )
+    ]
+    done = jobs.run(wanted)
+    of_steps = [metrics for job in done.values() for _, metrics in sorted(metrics_of(job.output()).items())]
+    of_steps = [of_step for of_step in of_steps[2:] if "timing_s/update_weights" in of_step]
+    proved, plain = ([one for one in of_steps if ("rl_safe/sync_proved" in one) is is_so] for is_so in (True, False))
+    rows = _exit_rows(jobs, wanted, done)
+    if not (proved and plain):
+        return rows
+    seconds = [median(one["timing_s/update_weights"] for one in each) for each in (proved, plain)]
+    return [
+        *rows,
+        row("proved syncs: weights not proved, syncs redone", "",
+            max(one["rl_safe/sync_not_proved"] + one["rl_safe/sync_redone"] for one in proved), at_most(0)),
+        row("a proved weight sync, against another", "s", seconds[0], at_most(1.25), seconds[1]),
+    ]  # fmt: skip
+
+
 def _release_rows(jobs: Jobs, giving: Job) -> list[Row]:
     of_steps = metrics_of(giving.output()).values()
     connected = max((_communicators_mib(of_step) for of_step in of_steps), default=0) or float("nan")
@@ -445,6 +476,7 @@ _PARTS: Mapping[str, Callable[[Jobs], list[Row]]] = {
     "saves": saves,
     "resumes": resumes,
     "variants": variants,
+    "proofs": proofs,
     "phases": phases,
     "faults": lambda jobs: faults(jobs, FAULTS),
     "engine_faults": lambda jobs: faults(jobs, ENGINE_FAULTS),

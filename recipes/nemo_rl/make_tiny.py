@@ -24,7 +24,7 @@ MODEL = SeededModelConfig(hidden_size=256, head_dim=64, num_experts=8)
 SOLUTION = " ".join(string.ascii_lowercase)
 PASSES = 16
 """Number of times that each prompt is written. NeMo RL's asynchronous GRPO reads the data only once. If the data ends
-too early, a resumed run waits for ever."""
+too early, a resumed run of stock NeMo RL waits for ever."""
 
 
 def make_tiny(folder: Path, model: SeededModelConfig = MODEL) -> None:

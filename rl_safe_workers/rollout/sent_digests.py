@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from rl_safe_workers.rollout.digest import Sizes, digests
+from rl_safe_workers.rollout.digest import digests
 from rl_safe_workers.rollout.sync_proof import SentWeights
 
 AT_ONCE_BYTES = 64 * 2**20
 """Bytes of weights that are held until they are digested and sent. Views take no memory; merged shards do."""
-
-
-@dataclass(slots=True)
-class _Held:
-    """Weights whose digests are taken later; see `SentDigests.hold`."""
-
-    names: list[str] = field(default_factory=list)
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    sizes: list[Sequence[int]] = field(default_factory=list)
 
 
 class SentDigests:
@@ -36,7 +26,6 @@ class SentDigests:
         self._known: set[str] = set()
         self._digests: list[torch.Tensor] = []
         self._seconds = 0.0
-        self._held = _Held()
 
     def __contains__(self, name: str) -> bool:
         """Returns True if a weight has a digest."""
@@ -55,28 +44,6 @@ class SentDigests:
         self._names += names
         self._known.update(names)
         self._seconds += time.monotonic() - started_s
-
-    def hold(self, names: Sequence[str], tensors: Sequence[torch.Tensor], sizes: Sizes) -> None:
-        """Takes the digests of weights later, those of many by one launch. Nobody may change the tensors before `sent`.
-
-        Holds tensors of `AT_ONCE_BYTES` at most, beside those of the last call.
-
-        Args:
-            names: HF names of the weights.
-            tensors: Tensors in whose memory the weights are, one after another.
-            sizes: Bytes of the weights in each tensor.
-        """
-        self._known.update(names)
-        self._held.names += names
-        self._held.tensors += tensors
-        self._held.sizes += sizes
-        if sum(tensor.nbytes for tensor in self._held.tensors) > AT_ONCE_BYTES:
-            self._take_held()
-
-    def _take_held(self) -> None:
-        held, self._held = self._held, _Held()
-        if held.names:
-            self.add(held.names, partial(digests, held.tensors, sizes=held.sizes))
 
     def passing(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, at_once_bytes: int = AT_ONCE_BYTES
@@ -137,7 +104,6 @@ class SentDigests:
 
     def sent(self) -> SentWeights:
         """Returns the digests. Waits for the device."""
-        self._take_held()
         started_s = time.monotonic()
         if self._digests and self._digests[0].is_cuda:
             torch.cuda.synchronize(self._digests[0].device)  # the host may have sent weights from other streams

@@ -207,8 +207,8 @@ class Outgoing:
                 ``parts[-1].end`` if there are several parts.
             training_rank: This rank.
             parts: The parts of an engine's ranks, if there are several. Then each part is copied, one after another.
-            digests: Takes the digests of the weights that it does not have yet, on the bucket's source. It reads the
-                tensors that are copied here, and not the bucket.
+            digests: Takes the digests of the weights that it does not have yet, on the bucket's source, before they are
+                copied.
 
         Raises:
             WeightSyncError: If a weight does not match its announcement.
@@ -274,7 +274,8 @@ def _add_missing(
             tensors += of_item
             sizes += bucket.sizes[first : first + count]
         first += count
-    digests.hold(names, tensors, _sizes_in(tensors, sizes))
+    if names:
+        digests.add(names, partial(digests_of, tensors, sizes=_sizes_in(tensors, sizes)))
 
 
 def _runs_of(weights: Sequence[OwnWeight], adjacent: Adjacent) -> list[_Run]:

@@ -159,8 +159,7 @@ class WeightSync(Part):
                 a time, and some 64 MiB of weights that tensor parallelism splits. A weight that an engine does not cut
                 is in a bucket once for each rank of the engine. For such engines, a copy of one kind of weights of a
                 layer, e.g. all gate matrices of its experts, is in memory, too.
-            prove: Whether to take digests of the weights, for ``sent``. Some 64 MiB of weights that must be built for
-                the sync are then in memory, too.
+            prove: Whether to take digests of the weights, for ``sent``.
 
         Returns:
             Bytes sent.

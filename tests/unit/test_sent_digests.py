@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rl_safe_workers.rollout import sent_digests
-from rl_safe_workers.rollout.digest import Sizes, digests
+from rl_safe_workers.rollout.digest import digests
 from rl_safe_workers.rollout.read_back import obstacle
 from rl_safe_workers.rollout.sent_digests import SentDigests
 
@@ -92,27 +92,6 @@ def test_weights_of_several_streams_pass_as_they_come_and_are_digested_on_their_
     assert len(digested) == {0: 7, 20: 6, 10**6: 3}[at_once_bytes]
     assert waited == ["first", "second"]
     assert found.sent().digests == dict(zip(WEIGHTS, digests(list(WEIGHTS.values())).tolist(), strict=True))
-
-
-@pytest.mark.parametrize(("at_once_bytes", "launches"), [(0, 7), (40, 3), (10**6, 1)])
-def test_the_digests_of_held_weights_are_taken_together(
-    at_once_bytes: int, launches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken: list[int] = []
-
-    def counted(tensors: Sequence[torch.Tensor], *, sizes: Sizes) -> torch.Tensor:
-        taken.append(len(tensors))
-        return digests(tensors, sizes=sizes)
-
-    monkeypatch.setattr(sent_digests, "AT_ONCE_BYTES", at_once_bytes)
-    monkeypatch.setattr(sent_digests, "digests", counted)
-    found = SentDigests()
-    for name, tensor in WEIGHTS.items():
-        found.hold([name], [tensor], [[tensor.nbytes]])
-        assert name in found
-    assert found.sent().digests == dict(zip(WEIGHTS, digests(list(WEIGHTS.values())).tolist(), strict=True))
-    assert len(taken) == launches
-    assert sum(taken) == len(WEIGHTS)
 
 
 def test_a_sync_without_weights_has_no_digests() -> None:
