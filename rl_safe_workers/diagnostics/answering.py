@@ -25,6 +25,7 @@ from rl_safe_workers.diagnostics.proc_facts import lock_holder
 from rl_safe_workers.diagnostics.rank_files import (
     GLOO_FLIGHTS,
     NOTED,
+    PHASE_BYTES,
     PLACE_BYTES,
     Stay,
     exit_file,
@@ -64,6 +65,8 @@ longer is the pause to the next one."""
 _EVENT_CHARACTERS = 300
 _spare: list[int] = []
 """A file descriptor that is kept for `leave_failure`."""
+_phase_notes: dict[Path, int] = {}
+"""The file descriptors of the files that `note_phase` has written."""
 _events: dict[str, str] = {}
 """The events that `note_event` has kept, by kind, oldest first."""
 
@@ -71,17 +74,19 @@ _events: dict[str, str] = {}
 def note_phase(folder: Path, rank_id: RankId, phase: str | None) -> None:
     """Notes the phase that this rank has entered. The note outlives the process. A failure to write it is logged.
 
+    The note overwrites the one before. To empty the file first would make a step wait for the disk: the kernel waits
+    until it has written the old contents, and ext4 writes the new ones at once when the file is closed.
+
     Args:
         folder: The folder that was passed to `answer_when_asked`.
         rank_id: This process.
         phase: The phase; None: it is outside of phases.
     """
+    file = folder / phase_file(rank_id)
     try:
-        descriptor = open_anew(folder / phase_file(rank_id))
-        try:
-            os.write(descriptor, (phase or "").encode())
-        finally:
-            os.close(descriptor)
+        if file not in _phase_notes:
+            _phase_notes[file] = open_anew(file)
+        os.pwrite(_phase_notes[file], (phase or "").encode()[:PHASE_BYTES].ljust(PHASE_BYTES), 0)
     except OSError as lost:
         logger.warning("%s cannot note its phase in %s: %s", rank_id, folder, lost)
 

@@ -41,7 +41,9 @@ NOTED = "Noted: "
 STAY_S = 2.0
 """A rank notes a line of code if it stands there for at least so many seconds."""
 PLACE_BYTES = 4096
-"""Largest size of a file with a rank's place, phase or exit."""
+"""Largest size of a file with a rank's place or exit."""
+PHASE_BYTES = 256
+"""Size of a file with a rank's phase: its name, filled up with spaces."""
 _PLACES = {role: re.compile(rf"place_{role}_(\d+)\.txt") for role in Role}
 _PIPES = {role: re.compile(rf"request_{role}_(\d+)\.pipe") for role in Role}
 _FAILURE_BYTES = 2**20
@@ -184,7 +186,7 @@ def read_phase(folder: Path, rank_id: RankId) -> str | None:
         folder: The folder that was passed to `answering.answer_when_asked`.
         rank_id: The rank, dead or alive.
     """
-    return _read(folder, phase_file(rank_id)) or None
+    return _read(folder, phase_file(rank_id)).rstrip() or None
 
 
 def read_failure(folder: Path, rank_id: RankId) -> RunError | None:

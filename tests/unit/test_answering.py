@@ -23,7 +23,9 @@ from rl_safe_workers.diagnostics.answering import leave_failure, note_phase, sta
 from rl_safe_workers.diagnostics.inquiry import RankProcess, ask_ranks
 from rl_safe_workers.diagnostics.rank_files import (
     GLOO_FLIGHTS,
+    PHASE_BYTES,
     failure_file,
+    phase_file,
     place_file,
     read_failure,
     read_fatal,
@@ -148,6 +150,15 @@ def test_the_phase_that_a_rank_has_noted_last_is_read(tmp_path: Path) -> None:
         note_phase(tmp_path, trainer_id(0), phase)
         read.append(read_phase(tmp_path, trainer_id(0)))
     assert read == ["train", "save", None]
+
+
+def test_a_note_of_a_phase_overwrites_the_one_before(tmp_path: Path) -> None:
+    found = set()
+    for phase in ("x" * 2 * PHASE_BYTES, "train", None):
+        note_phase(tmp_path, trainer_id(0), phase)
+        note = (tmp_path / phase_file(trainer_id(0))).stat()
+        found.add((note.st_ino, note.st_size))
+    assert [size for _, size in found] == [PHASE_BYTES], "a file that is emptied makes its writer wait for the disk"
 
 
 def test_a_process_starts_anew_where_an_earlier_one_has_been(tmp_path: Path) -> None:
