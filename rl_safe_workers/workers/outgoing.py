@@ -172,7 +172,8 @@ class Outgoing:
         started_s = time.monotonic()
         runs = self.in_place(adjacent)
         where = adjacent, tuple(run.addresses for run in runs)
-        if where not in self._prepared:
+        kept = self._prepared.get(where)  # once: to hash thousands of addresses takes time
+        if kept is None:
             self._prepared.clear()
             announced = {spec.name: spec for spec in self.specs}
             sound = [run for run in runs if not run.is_freed() and run.is_as_announced(announced)]
@@ -184,8 +185,8 @@ class Outgoing:
                 if names:
                     digests.add(names, partial(digests_of, tensors, sizes=sizes), started_s=started_s)
                 return
-            self._prepared[where] = names, take
-        digests.add(*self._prepared[where], started_s=started_s)
+            kept = self._prepared[where] = names, take
+        digests.add(*kept, started_s=started_s)
 
     @torch.no_grad()
     def pack(
