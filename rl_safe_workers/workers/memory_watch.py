@@ -9,7 +9,10 @@ from functools import cached_property
 import torch
 
 from rl_safe_workers import env
+from rl_safe_workers.control.bounded import in_background
+from rl_safe_workers.control.deadline import Background, Deadline
 from rl_safe_workers.diagnostics.memory_growth import MemoryGrowth
+from rl_safe_workers.errors import in_one_line
 from rl_safe_workers.platforms.device_memory import outside_torch
 from rl_safe_workers.platforms.host_memory import own_bytes, shared_memory_bytes
 
@@ -33,6 +36,8 @@ class MemoryWatch:
         """
         self._who, self._device, self._first_here = who, device, first_here
         self._growth = MemoryGrowth()
+        self._reading: Background[int | None] | None = None
+        """Reads the memory outside torch since the last step."""
 
     @cached_property
     def _outside(self) -> Callable[[], int] | None:
@@ -44,13 +49,39 @@ class MemoryWatch:
         return self._growth.worst / 2**20
 
     def step(self) -> None:
-        """Reads the memory at the end of a step. Warns of an owner that grows in each step."""
-        known = {HOST: own_bytes(), SHARED: shared_memory_bytes() if self._first_here else None}
-        sizes = {owner: taken for owner, taken in known.items() if taken is not None}
-        if self._outside is not None:
-            sizes |= {TENSORS: torch.cuda.memory_allocated(self._device), OUTSIDE: self._outside()}
-        for leak in self._growth.cycle(sizes):
+        """Reads the memory at the end of a step. Warns of an owner that grows in each step.
+
+        The memory outside torch is that of the step before: NVML took 2 to 9 ms on an H200 that two jobs shared, so it
+        is read while this process goes on.
+        """
+        known = {
+            HOST: own_bytes(),
+            SHARED: shared_memory_bytes() if self._first_here else None,
+            TENSORS: torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else None,
+            OUTSIDE: self._outside_before(),
+        }
+        for leak in self._growth.cycle({owner: taken for owner, taken in known.items() if taken is not None}):
             logger.warning("%s: %s", self._who, leak)
+
+    def _outside_before(self) -> int | None:
+        """Returns the memory outside torch at the step before, if it is known, and begins to read it for this step."""
+        read, reading = self._outside, self._reading
+        if read is None or (reading is not None and not reading.is_done):
+            return None
+        self._reading = None
+        try:
+            found = None if reading is None else reading.wait(Deadline.after(0))
+            self._reading = in_background(lambda: self._read(read), name="reading the memory outside torch")
+        except Exception as error:  # no run should end for lack of a figure
+            logger.warning("%s: the memory outside torch could not be read: %s", self._who, in_one_line(error))
+            return None
+        return found
+
+    def _read(self, outside: Callable[[], int]) -> int | None:
+        """Returns the memory outside torch. Returns None if torch's own has changed meanwhile: it is subtracted."""
+        before = torch.cuda.memory_reserved(self._device)
+        found = outside()
+        return found if torch.cuda.memory_reserved(self._device) == before else None
 
 
 def is_first_here(rank: int) -> bool:

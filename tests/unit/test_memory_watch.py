@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.platforms.host_memory import own_bytes, shared_memory_bytes
-from rl_safe_workers.workers.memory_watch import HOST, SHARED, MemoryWatch, is_first_here
+from rl_safe_workers.workers.memory_watch import HOST, OUTSIDE, SHARED, MemoryWatch, is_first_here
 
 MIB = 2**20
 
@@ -42,6 +45,51 @@ def test_shared_memory_is_told_of_by_one_rank_of_a_machine(
         f"rank 0: {SHARED} grows by 30 MiB in each step, and has 1.21 GiB now"
     ]
     assert [watch.growth_mib for watch in watches] == [30, 0]
+
+
+def test_memory_outside_torch_is_read_while_the_process_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read = threading.Semaphore(0)
+    reserved, outside = itertools.chain([7, 8], itertools.repeat(9)), itertools.count(1)
+
+    def slow() -> int:
+        assert read.acquire(timeout=10)
+        return 50 * MIB * next(outside)
+
+    monkeypatch.setattr("rl_safe_workers.workers.memory_watch.outside_torch", lambda device: slow)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: 0)
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: next(reserved))
+    watch = MemoryWatch("rank 0", torch.device("cuda", 0), first_here=False)
+    # The first reading does not count, because torch's memory has changed meanwhile. The second one is awaited twice.
+    for step in range(12):
+        watch.step()
+        if step != 1:
+            read.release()
+            _await_reading(watch)
+    assert f"rank 0: {OUTSIDE} grows by 50 MiB in each step, and has 0.49 GiB now" in caplog.text
+
+
+def test_a_reading_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> int:
+        raise RuntimeError("CUDA error: out of order")
+
+    monkeypatch.setattr("rl_safe_workers.workers.memory_watch.outside_torch", lambda device: fail)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: 0)
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 0)
+    watch = MemoryWatch("rank 0", torch.device("cuda", 0), first_here=False)
+    watch.step()
+    _await_reading(watch)
+    watch.step()
+    assert "rank 0: the memory outside torch could not be read: " in caplog.text
+    assert "CUDA error: out of order" in caplog.text
+    watch.step()  # begins to read anew
+    _await_reading(watch)
+
+
+def _await_reading(watch: MemoryWatch) -> None:
+    assert watch._reading is not None
+    assert watch._reading.ends(Deadline.after(10))
 
 
 @pytest.mark.parametrize(
