@@ -45,8 +45,8 @@ class Probe(Protocol):
         """Returns the bytes of device memory that all processes use."""
         ...
 
-    def free(self) -> int:
-        """Returns the bytes of device memory that no process uses."""
+    def total(self) -> int:
+        """Returns the bytes of device memory."""
         ...
 
     def reserved(self) -> int:
@@ -82,9 +82,9 @@ class CudaProbe:
         free, total = torch.cuda.mem_get_info(self._device)
         return int(total - free)
 
-    def free(self) -> int:
-        """Returns the bytes of device memory that no process uses."""
-        return int(torch.cuda.get_device_properties(self._device).total_memory) - self.used()
+    def total(self) -> int:
+        """Returns the bytes of device memory."""
+        return int(torch.cuda.get_device_properties(self._device).total_memory)
 
     def reserved(self) -> int:
         """Returns the bytes that the allocator of this process has reserved on the device."""
@@ -191,7 +191,7 @@ class DeviceMemory:
         its first phase calls it before both.
         """
         if self._before is None:
-            self._before = self._outside()
+            self._before = self._probe.used() - self._mapped()
 
     def end(self, phase: Phase) -> dict[str, int]:
         """Adds the growth since `begin` to the phase's owner, if `begin` succeeded.
@@ -202,16 +202,14 @@ class DeviceMemory:
         before, self._before = self._before, None
         if phase not in self._unmoved:
             self._last_owned = None
+        used = self._probe.used()  # once, because NVML takes its time
         if before is not None and phase not in self._shared:
-            self._grown[GROWS.get(phase, OTHER)] += self._outside() - before
+            self._grown[GROWS.get(phase, OTHER)] += used - self._mapped() - before
         if self._last_owned is None:
             self._last_owned = dict(self._owned())
         inside = self._inside(self._last_owned)
         held = inside | {owner: inside.get(owner, 0) + max(0, grown) for owner, grown in self._grown.items()}
-        return held | {FREE_BYTES: self._probe.free()}
-
-    def _outside(self) -> int:
-        return self._probe.used() - self._mapped()
+        return held | {FREE_BYTES: self._probe.total() - used}
 
     def _inside(self, owned: Mapping[str, int]) -> dict[str, int]:
         mapped = self._mapped()

@@ -66,7 +66,7 @@ class GrowingProbe:
         self.looks += 1
         return self.looks
 
-    def free(self) -> int:
+    def total(self) -> int:
         return 0
 
     def reserved(self) -> int:
