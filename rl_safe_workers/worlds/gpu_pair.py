@@ -11,6 +11,7 @@ import json
 import math
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -83,6 +84,8 @@ class GpuPair:
         control.barrier(Phase.JOINT, Deadline.after(timeout))
         self._mailbox = control.mailbox(f"pair/{generation}/{joint_rank % trainers}")
         self._turn, self._deadline = 0, Deadline.after(math.inf)
+        self._untold = deque[tuple[int, Callable[[], None]]]()
+        """On the trainer, the last turns that the rollout rank does not know of, each with a wait for its buffer."""
         self._unread: list[int] = []
         """The last turns, which the rollout rank has not confirmed yet."""
         self._is_open = True
@@ -133,14 +136,17 @@ class GpuPair:
     def broadcast(self, *parts: torch.Tensor, source: int) -> Callable[[], None]:
         """Passes a buffer from the trainer to its rollout rank. Collective over: the pair.
 
+        The trainer waits for its GPU one call later, so that its GPU need not wait for the trainer's next call.
+
         Args:
-            parts: The next of `buffers`, or consecutive parts from its beginning. The trainer has filled them.
+            parts: The next of `buffers`, or consecutive parts from its beginning. The trainer's current stream fills
+                them.
             source: Unused, because the trainer always sends. `JointGroup.broadcast` has this argument.
 
         Returns:
             A function to call before the buffer is used: on the rollout rank it waits until the buffer is filled, and
             on the trainer until the rollout rank has loaded it. The rollout rank must have started to load a buffer
-            before it calls `broadcast` for the same buffer again, or `flush`.
+            before it waits for a later one, calls `broadcast` for the same buffer again, or calls `flush`.
 
         Raises:
             WeightSyncError: If the other side does not keep up. The pair is then closed. The returned function raises
@@ -149,8 +155,8 @@ class GpuPair:
         turn, self._turn = self._turn, self._turn + 1
         with self._working():
             if self.sends:
-                _synchronize(parts[0])
-                self._mailbox.leave(f"filled/{turn}")
+                self._untold.append((turn, _filled(parts[0])))
+                self._tell(behind=1)
             else:
                 self._confirm(behind=BUFFERS - 1)
         self._unread.append(turn)
@@ -162,6 +168,8 @@ class GpuPair:
 
     def _await_trainer(self, turn: int) -> None:
         with self._working():
+            # The trainer may wait for these before it tells of this turn.
+            self._confirm(behind=sum(each >= turn for each in self._unread))
             self._take(f"filled/{turn}")
 
     @contextmanager
@@ -189,9 +197,18 @@ class GpuPair:
             raise CommunicatorError(text, foreign=ForeignCause.TIMEOUT)
         return message
 
+    def _tell(self, *, behind: int) -> None:
+        """Waits until buffers are filled, and tells the rollout rank: of all but the last ``behind``."""
+        while len(self._untold) > behind:
+            turn, wait = self._untold.popleft()
+            wait()
+            self._mailbox.leave(f"filled/{turn}")
+
     def _take_confirmations(self, *, up_to: int, timeout: timedelta | None = None) -> None:
         """Waits until the rollout rank has loaded all turns up to one."""
         while self._unread and self._unread[0] <= up_to:
+            if self._untold and self._untold[0][0] <= self._unread[0]:
+                self._tell(behind=0)
             self._take(f"read/{self._unread[0]}", timeout)
             del self._unread[0]
 
@@ -220,6 +237,7 @@ class GpuPair:
         """
         with self._working():
             if self.sends:
+                self._tell(behind=0)
                 self._take_confirmations(up_to=self._turn, timeout=timeout)
                 self._shared = None
             else:
@@ -232,6 +250,7 @@ class GpuPair:
     def close(self) -> None:
         """Gives up the pair and the memory. Not collective; idempotent."""
         self._is_open, self._shared = False, None
+        self._untold.clear()
 
     abort = close
 
@@ -292,6 +311,10 @@ def _handle_fields(described: bytes) -> tuple[bytes, int, int, bytes, int, bytes
     return handles[0], numbers[0], numbers[1], handles[1], numbers[2], handles[2]
 
 
-def _synchronize(tensor: torch.Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
+def _filled(tensor: torch.Tensor) -> Callable[[], None]:
+    """Returns a function that waits until the current stream has done all its work so far on a tensor's GPU."""
+    if not tensor.is_cuda:
+        return lambda: None
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(tensor.device))
+    return event.synchronize  # type: ignore[no-any-return]

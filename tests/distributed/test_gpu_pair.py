@@ -62,10 +62,11 @@ def _contents(pair: int, turn: int) -> list[bytes]:
     return [random.randbytes(size) for size in SIZES]
 
 
-def _pass(group: FilePair, contents: list[bytes]) -> list[bytes]:
+def _pass(group: FilePair, contents: list[bytes], *, ahead: int = 1) -> list[bytes]:
     """Passes a round; returns what each buffer held once the call allowed its use.
 
-    Like an engine, a rollout rank reads a buffer only after it has called `broadcast` for the next one.
+    Like an engine, a rollout rank reads a buffer only after it has called `broadcast` for the next one. With ``ahead``
+    0 it reads each buffer at once.
     """
     buffers = group.buffers(BUFFER_BYTES)
     held, waits = [], deque[Callable[[], None]]()
@@ -80,7 +81,7 @@ def _pass(group: FilePair, contents: list[bytes]) -> list[bytes]:
             held.append(buffer.numpy().tobytes())
             continue
         arriving.append((buffer, group.broadcast(buffer, source=0)))
-        if len(arriving) > 1:
+        if len(arriving) > ahead:
             held.append(_read(*arriving.pop(0)))
     held += [_read(*one) for one in arriving]
     del buffers, buffer, arriving
@@ -137,6 +138,17 @@ def test_nothing_is_left_in_the_store_once_it_is_flushed(passed: list[dict[str, 
     for rank in passed:
         before, *after = rank["keys"]
         assert after == [before] * ROUNDS
+
+
+def _read_at_once(joint_rank: int, address: StoreAddress, folder: Path) -> list[bytes]:
+    sent = _contents(0, 0)
+    return _pass(
+        _join(joint_rank, address, folder, size=2), sent if joint_rank == 0 else [bytes(len(s)) for s in sent], ahead=0
+    )
+
+
+def test_a_rollout_rank_need_not_read_ahead(address: StoreAddress, tmp_path: Path) -> None:
+    assert values(run_ranks(_read_at_once, 2, address, tmp_path))[1] == _contents(0, 0)
 
 
 def _pass_alone(joint_rank: int, address: StoreAddress, folder: Path, absent: int) -> list[Any]:

@@ -30,6 +30,8 @@ BUFFER_BYTES = 64 * 2**20
 SIZES = (1, 5000, BUFFER_BYTES, BUFFER_BYTES - 3, 77)
 """Bytes of the buckets of a round. Their number is odd, so that each goes through both buffers."""
 ROUNDS = 3
+SLOW_CYCLES = 20_000_000
+"""Cycles that a GPU is busy before it fills a buffer: some 10 ms."""
 
 
 def _contents(number: int) -> torch.Tensor:
@@ -47,30 +49,47 @@ def _control(rank: int, address: StoreAddress) -> ControlPlane:
     return ControlPlane(store, world=joint_world(0), rank=rank, members=members, secret=address.secret)
 
 
-def _pass_round(pair: GpuPair, device: torch.device) -> bool:
-    """Passes all buckets, which the reader copies while the next one arrives. Returns True if they arrive unchanged."""
+def _pass_round(pair: GpuPair, device: torch.device, *, ahead: int) -> bool:
+    """Passes all buckets, which the reader copies while the next one arrives. Returns True if they arrive unchanged.
+
+    Args:
+        pair: One side of the pair.
+        device: The GPU.
+        ahead: Number of buffers for which the reader has called ``broadcast`` when it copies one, besides that one.
+    """
+    ready = [_contents(number).to(device) for number in range(len(SIZES))]
     buffers = pair.buffers(BUFFER_BYTES)
     waits = deque[Callable[[], None]]()
     copies: list[torch.Tensor] = []
+    arriving = deque[tuple[torch.Tensor, Callable[[], None]]]()
     for number, size in enumerate(SIZES):
         buffer = buffers[number % 2][:size]
         if pair.sends:
-            buffer.copy_(_contents(number).to(device))
+            # A reader that is told too early copies the buffer before the GPU fills it.
+            torch.cuda._sleep(SLOW_CYCLES)
+            buffer.copy_(ready[number])
             waits.append(pair.broadcast(buffer, source=0))
             if len(waits) > 1:
                 waits.popleft()()
         else:
-            pair.broadcast(buffer, source=0)()
-            copies.append(buffer.clone())
-    del buffers, buffer
+            arriving.append((buffer, pair.broadcast(buffer, source=0)))
+            if len(arriving) > ahead:
+                copies.append(_copy(*arriving.popleft()))
+    copies += [_copy(*one) for one in arriving]
+    del buffers, buffer, arriving
     pair.flush()
     return all(torch.equal(copy.cpu(), _contents(number)) for number, copy in enumerate(copies))
+
+
+def _copy(buffer: torch.Tensor, wait: Callable[[], None]) -> torch.Tensor:
+    wait()
+    return buffer.clone()
 
 
 def _pass_on(rank: int, address: StoreAddress, folder: str) -> None:
     device = torch.device("cuda", 0)
     pair = _pair(rank, address, device)
-    same = [_pass_round(pair, device) for _ in range(ROUNDS)]
+    same = [_pass_round(pair, device, ahead=ahead) for ahead in range(2) for _ in range(ROUNDS)]
     Path(folder, f"{rank}").write_text(str(same))
     store = connect_store(address, timeout=PATIENCE)
     store.add("done", 1)
@@ -82,7 +101,7 @@ def test_weights_pass_bit_for_bit_through_shared_gpu_memory(tmp_path: Path) -> N
     server, address, _ = serve_store("127.0.0.1", timeout=PATIENCE)
     spawn(_pass_on, args=(address, str(tmp_path)), nprocs=2)
     assert server.num_keys() > 0
-    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [str([True] * ROUNDS)] * 2
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [str([True] * 2 * ROUNDS)] * 2
 
 
 def _map_forged(rank: int, address: StoreAddress, folder: str) -> None:
