@@ -134,7 +134,9 @@ class JointGroup:
     def _communicator(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
         if self._device.type != "cuda":
             return dist.ProcessGroupGloo(store, rank, size, self._sync_timeout)
-        options = dist.ProcessGroupNCCL.Options()
+        # A copy into or out of the other buffer becomes ready together with a broadcast. Without priority it takes all
+        # multiprocessors first, and the broadcast waits 0.1 to 0.17 ms for it (traced on an H100).
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         # NCCL's watchdog would end the whole process at its timeout; `flush` raises before that.
         options._timeout = 2 * max(timeout, self._sync_timeout) + timedelta(seconds=60)
         group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
