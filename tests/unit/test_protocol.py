@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rl_safe_workers.rollout.protocol import ALIGNMENT_BYTES, ITEM_BYTES, Bucket, WeightSpec, plan_buckets
+from rl_safe_workers.rollout.protocol import ALIGNMENT_BYTES, FIRST_BYTES, ITEM_BYTES, Bucket, WeightSpec, plan_buckets
 
 
 def weight(name: str, *shape: int, dtype: str = "float32") -> WeightSpec:
@@ -66,6 +66,12 @@ def test_every_weight_travels_once_and_in_order() -> None:
     buckets = plan_buckets(weights, bucket_bytes=500)
     assert [spec for bucket in buckets for spec in bucket.specs] == weights
     assert all(bucket.specs for bucket in buckets)
+
+
+def test_the_first_bucket_is_small() -> None:
+    weights = [weight(name, 2**20) for name in map(str, range(80))]
+    sizes = [bucket.size_bytes for bucket in plan_buckets(weights, bucket_bytes=4 * FIRST_BYTES)]
+    assert sizes == [FIRST_BYTES, 4 * FIRST_BYTES]
 
 
 def test_a_bucket_has_one_source() -> None:
