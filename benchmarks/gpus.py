@@ -16,6 +16,13 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
+def gpu_memory_gib() -> float:
+    """Returns the memory of the first GPU, without creating a CUDA context in this process; 0 without a GPU."""
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.device_count() else 0.0
+
+
 def gpu_memory_mib() -> int:
     """Returns the memory in use on all GPUs together, in MiB."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]

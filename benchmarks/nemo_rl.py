@@ -27,7 +27,8 @@ from statistics import mean, median
 from rich.console import Console
 
 from benchmarks import host_meter
-from benchmarks.gpus import count_gpus, gpu_row
+from benchmarks.gpu import LARGE
+from benchmarks.gpus import count_gpus, gpu_memory_gib, gpu_row
 from benchmarks.host_jobs import WIDE_MODEL, on_one_numa_node
 from benchmarks.host_meter import FAULT_NAME
 from benchmarks.nemo_rl_jobs import IS_CUT, RECIPES, Job, Run, keep_logs, module_search_path, run_jobs
@@ -68,8 +69,9 @@ _RESUMED = (
     "++policy.megatron_cfg.scheduler.override_opt_param_scheduler=true",
 )
 MEASURED_STEPS, FIRST_STEPS = 17, 3
-LARGER, LARGEST = "larger", "largest"
-REFIT_STEPS = 8
+LARGER = "larger"
+REFIT_STEPS, LARGEST_GIB = 8, 110
+"""Steps of a job whose refits are timed, and the memory of a GPU that trains 5 B parameters alone."""
 _EQUAL_WORK = ("policy.megatron_cfg.optimizer.lr=1e-6", "policy.megatron_cfg.optimizer.min_lr=1e-6")
 """Overrides of timed steps. Both jobs must send as many tokens to each expert, so their weights must stay nearly equal.
 With 1e-3 they soon differ, because GPU kernels add in any order."""
@@ -298,14 +300,25 @@ def _steps(recipe: str) -> Callable[[Path, Path, Callable[[str], None]], list[Ro
 
 
 def _outside_ms(run: Run, name: str) -> list[float]:
-    """Returns the milliseconds of each call of ours that are not the host's, on the rank that has most of them."""
-    inner = {(call.rank, call.call): call.seconds for call in run.calls if call.name == inside(name)}
-    found: dict[int, float] = {}
+    """Returns the milliseconds of each call of ours in which no rank runs the host's method.
+
+    Before it, they count from the last rank that came. After it, they count from the last rank that ended it.
+    """
+    outer, inner = (_starts_and_ends(run, each) for each in (name, inside(name)))
+    return [
+        1e3 * (inner[number][0] - outer[number][0] + outer[number][1] - inner[number][1])
+        for number in sorted(outer.keys() & inner.keys())
+    ]
+
+
+def _starts_and_ends(run: Run, name: str) -> dict[int, tuple[float, float]]:
+    """Returns the Unix times at which the last rank began and ended each call, by the call's number."""
+    found: dict[int, tuple[float, float]] = {}
     for call in run.calls:
-        if call.name == name and (call.rank, call.call) in inner:
-            outer_ms = 1e3 * (call.seconds - inner[call.rank, call.call])
-            found[call.call] = max(found.get(call.call, 0.0), outer_ms)
-    return [found[number] for number in sorted(found)]
+        if call.name == name:
+            start_s, end_s = found.get(call.call, (0.0, 0.0))
+            found[call.call] = max(start_s, call.started_s), max(end_s, call.started_s + call.seconds)
+    return found
 
 
 def _rows_of_calls(name: str, ours: Sequence[float], stock: Sequence[float], goal: Goal) -> list[Row]:
@@ -323,21 +336,22 @@ def _rows_of_calls(name: str, ours: Sequence[float], stock: Sequence[float], goa
 
 
 def _refits(folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
-    """Times our job's refits of 5 B parameters, over NeMo RL's own transport. Every other refit is proved."""
-    _make_model(folder / LARGEST, MODELS["5 B"])
+    """Times our job's refits of a large model, over NeMo RL's own transport. Every other refit is proved."""
+    size, model = ("5 B", MODELS["5 B"]) if gpu_memory_gib() >= LARGEST_GIB else ("3 B", LARGE)
+    path = folder / size.replace(" ", "_")
+    _make_model(path, model)
     overrides = (f"grpo.max_num_steps={REFIT_STEPS}", "checkpointing.enabled=false", "++rl_safe.prove_sync_freq=2")
     ours, _ = _pair(folder, APART, *overrides, prefix="r")
-    (run,) = _run([replace(ours, model=LARGEST)], out, report, TURNS_S)
+    (run,) = _run([replace(ours, model=path.name)], out, report, TURNS_S)
     proved, plain = (_seconds(run, PROVED_REFIT)[first::2] for first in (2, 3))
-    rows = [gpu_row("refits of 5 B, apart: exit code", "", _code(run), at_most(0))]
+    name = f"refits of {size}, apart"
+    rows = [gpu_row(f"{name}: exit code", "", _code(run), at_most(0))]
     if plain:
-        size_gib = sum(file.stat().st_size for file in (folder / LARGEST / "model").glob("*.safetensors")) / 2**30
+        weights_gib = sum(file.stat().st_size for file in (path / "model").glob("*.safetensors")) / 2**30
         rows += [
-            gpu_row("refits of 5 B, apart: rate of one that is not proved", "GiB/s", size_gib / median(plain),
-                    at_least(0)),
-            gpu_row("refits of 5 B, apart: a proved one, against another", "s", median(proved), at_most(1.25),
-                    median(plain)),
-        ]  # fmt: skip
+            gpu_row(f"{name}: rate of one that is not proved", "GiB/s", weights_gib / median(plain), at_least(0)),
+            gpu_row(f"{name}: a proved one, against another", "s", median(proved), at_most(1.25), median(plain)),
+        ]
     return rows
 
 

@@ -73,6 +73,8 @@ def _between(model: str, common: Sequence[str], report: Callable[[str], None]) -
         gpu_row(f"{model}, 1 to 1: a later sync, against the first", "s", found["sync"], at_most(0.2),
                 found["first_sync"]),
         gpu_row(f"{model}, 1 to 1: launches of the copies into buckets", "s", found["pack_launches"], at_most(9e9)),
+        gpu_row(f"{model}, 1 to 1: a proved sync, against another", "s", found["proved_sync"], at_most(1.25),
+                found["sync"]),
     ]  # fmt: skip
 
 

@@ -114,15 +114,19 @@ def test_steps_are_compared_in_turns(source: Path, monkeypatch: pytest.MonkeyPat
     assert rows[f"{name}, ours, outside of the host's method, median"].ours == pytest.approx(20, abs=10)
 
 
-def test_proved_refits_are_compared_with_others(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("memory_gib", "size"), [(139, "5 B"), (79, "3 B")])
+def test_proved_refits_are_compared_with_others(
+    source: Path, monkeypatch: pytest.MonkeyPatch, memory_gib: float, size: str
+) -> None:
     monkeypatch.setattr(nemo_rl, "_make_model", lambda *_: None)
-    model = source / nemo_rl.LARGEST / "model"
+    monkeypatch.setattr(nemo_rl, "gpu_memory_gib", lambda: memory_gib)
+    model = source / size.replace(" ", "_") / "model"
     model.mkdir(parents=True)
     (model / "model.safetensors").write_bytes(bytes(2**20))
-    rows = _by_name(nemo_rl.PARTS["refits"](source, source / "out", _quiet))
-    assert rows["refits of 5 B, apart: exit code"].met
-    assert rows["refits of 5 B, apart: a proved one, against another"].ratio == pytest.approx(1, abs=0.5)
-    assert 0 < rows["refits of 5 B, apart: rate of one that is not proved"].ours < 2**-10 / 0.03
+    rows, name = _by_name(nemo_rl.PARTS["refits"](source, source / "out", _quiet)), f"refits of {size}, apart"
+    assert rows[f"{name}: exit code"].met
+    assert rows[f"{name}: a proved one, against another"].ratio == pytest.approx(1, abs=0.5)
+    assert 0 < rows[f"{name}: rate of one that is not proved"].ours < 2**-10 / 0.03
 
 
 def test_a_fault_is_timed_from_outside(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
