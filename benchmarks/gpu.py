@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 import rl_safe_workers
-from benchmarks.gpus import count_gpus, gpu_memory_mib, gpu_row
+from benchmarks.gpus import count_gpus, gpu_bytes, gpu_memory_mib, gpu_row
 from benchmarks.table import Row, at_least, at_most
 from rl_safe_workers import env
 from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER
@@ -160,7 +160,7 @@ def run_recipe(folder: Path, overrides: Sequence[str]) -> dict[str, float]:
         "gpu_mib": float(left_mib),
     }
     if "cluster.colocated=true" in overrides:
-        found["free_share"] = free_share(_read_lines(run_dir / "device_memory.jsonl"), total_bytes=_gpu_bytes())
+        found["free_share"] = free_share(_read_lines(run_dir / "device_memory.jsonl"), total_bytes=gpu_bytes())
     return found
 
 
@@ -251,7 +251,7 @@ def larger_model(folder: Path, gpus: int, report: Callable[[str], None]) -> list
     found |= run_ranks("saves", overrides)
     report(f"large model, saved: {json.dumps(found)}")
     offloaded = found["device_bytes"][Phase.OFFLOAD]
-    free = offloaded[FREE_BYTES] / (_gpu_bytes() - sum(offloaded[owner] for owner in NEEDED))
+    free = offloaded[FREE_BYTES] / (gpu_bytes() - sum(offloaded[owner] for owner in NEEDED))
     rows = [
         gpu_row("3 B: training step", "s", found["step"], at_most(1.05), found["bare_step"]),
         gpu_row("3 B: free after offload, of what should be", "", free, at_least(0.97)),
@@ -330,9 +330,3 @@ def _outputs(processes: Sequence[subprocess.Popen[str]], roles: Sequence[tuple[s
                 reason = "\n".join(complaint.strip().splitlines()[-12:]) or "it says nothing"
                 raise RunError(f"bench gpu: {job} failed on {role} {rank}: {reason}")
     return outputs
-
-
-def _gpu_bytes() -> int:
-    import torch
-
-    return int(torch.cuda.get_device_properties(0).total_memory)

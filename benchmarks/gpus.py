@@ -16,11 +16,11 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def gpu_memory_gib() -> float:
-    """Returns the memory of the first GPU, without creating a CUDA context in this process; 0 without a GPU."""
+def gpu_bytes() -> int:
+    """Returns the bytes of memory of the first GPU; 0 without a GPU."""
     import torch
 
-    return torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.device_count() else 0.0
+    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.device_count() else 0
 
 
 def gpu_memory_mib() -> int:

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from benchmarks import host_meter
 from benchmarks.gpu import LARGE
-from benchmarks.gpus import count_gpus, gpu_memory_gib, gpu_row
+from benchmarks.gpus import count_gpus, gpu_bytes, gpu_row
 from benchmarks.host_jobs import WIDE_MODEL, on_one_numa_node
 from benchmarks.host_meter import FAULT_NAME
 from benchmarks.nemo_rl_jobs import IS_CUT, RECIPES, Job, Run, keep_logs, module_search_path, run_jobs
@@ -337,7 +337,7 @@ def _rows_of_calls(name: str, ours: Sequence[float], stock: Sequence[float], goa
 
 def _refits(folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
     """Times our job's refits of a large model, over NeMo RL's own transport. Every other refit is proved."""
-    size, model = ("5 B", MODELS["5 B"]) if gpu_memory_gib() >= LARGEST_GIB else ("3 B", LARGE)
+    size, model = ("5 B", MODELS["5 B"]) if gpu_bytes() >= LARGEST_GIB * 2**30 else ("3 B", LARGE)
     path = folder / size.replace(" ", "_")
     _make_model(path, model)
     overrides = (f"grpo.max_num_steps={REFIT_STEPS}", "checkpointing.enabled=false", "++rl_safe.prove_sync_freq=2")

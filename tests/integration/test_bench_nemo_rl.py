@@ -116,10 +116,10 @@ def test_steps_are_compared_in_turns(source: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("memory_gib", "size"), [(139, "5 B"), (79, "3 B")])
 def test_proved_refits_are_compared_with_others(
-    source: Path, monkeypatch: pytest.MonkeyPatch, memory_gib: float, size: str
+    source: Path, monkeypatch: pytest.MonkeyPatch, memory_gib: int, size: str
 ) -> None:
     monkeypatch.setattr(nemo_rl, "_make_model", lambda *_: None)
-    monkeypatch.setattr(nemo_rl, "gpu_memory_gib", lambda: memory_gib)
+    monkeypatch.setattr(nemo_rl, "gpu_bytes", lambda: memory_gib * 2**30)
     model = source / size.replace(" ", "_") / "model"
     model.mkdir(parents=True)
     (model / "model.safetensors").write_bytes(bytes(2**20))
