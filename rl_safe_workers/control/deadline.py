@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import threading
@@ -11,6 +12,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, Self, TypeVar
+from weakref import WeakSet
 
 from rl_safe_workers.errors import RunError
 
@@ -24,6 +26,8 @@ START_S = 10.0
 """Longest time that a thread may take to begin, in seconds."""
 TICK_S = 0.2
 """Time between two ticks of a wait, in seconds."""
+_EXIT_S = 0.5
+"""Longest time that the end of this process waits for all work in the background, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +135,14 @@ class Thread(threading.Thread):
             ) from error
 
 
+_working: WeakSet[threading.Thread] = WeakSet()
+"""Threads of work in the background."""
+
+
 class Background(Generic[T]):
     """Work on a daemon thread of its own, not of a thread pool: a process waits for a pool's threads at its end.
+
+    At its end, a process waits for at most `_EXIT_S` for such work.
 
     Attributes:
         name: Name of the work, for the thread and for errors.
@@ -149,6 +159,7 @@ class Background(Generic[T]):
         self._outcome: Future[T] = Future()
         self.thread = Thread(_fulfil, args=(work, self._outcome), name=name)
         self.thread.start()
+        _working.add(self.thread)
 
     @property
     def is_done(self) -> bool:
@@ -180,6 +191,19 @@ class Background(Generic[T]):
         # The work has ended, so the thread ends soon. Join it, so that no thread is left.
         self.thread.join()
         return self._outcome.result()
+
+
+@atexit.register
+def _let_work_end() -> None:
+    """Waits a moment for work in the background.
+
+    A thread that returns from a call of torch's store while Python ends aborts the process: Python ends the thread
+    within C++ code that forbids it ("terminate called without an active exception"). Such a call often fails just
+    before the process ends, for instance because the process has killed the store's owner.
+    """
+    deadline = Deadline.after(_EXIT_S)
+    for thread in list(_working):
+        thread.join(max(0.0, deadline.left_s))
 
 
 def _fulfil(work: Callable[[], T], outcome: Future[T]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -62,6 +64,16 @@ def test_work_that_does_not_end_is_left_behind_and_goes_on() -> None:
     release.set()
     assert left_behind.wait(Deadline.after(5)) is True
     assert not left_behind.thread.is_alive()
+
+
+def test_a_process_that_ends_lets_work_end_that_is_about_to() -> None:
+    """Else Python might end a thread within C++ code of torch, and the process would abort."""
+    start = "import time; from rl_safe_workers.control.deadline import Background; Background({}, name='work')"
+    soon = start.format("lambda: (time.sleep(0.1), print('ended'))")
+    never = start.format("lambda: time.sleep(600)")
+    for script, told in (soon, "ended\n"), (never, ""):
+        ended = subprocess.run([sys.executable, "-c", script], check=True, timeout=60, capture_output=True, text=True)
+        assert ended.stdout == told
 
 
 def test_what_a_tick_raises_ends_the_wait() -> None:
