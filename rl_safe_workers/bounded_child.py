@@ -107,7 +107,7 @@ def call_bounded(
         try:
             answer = _exchange(process, json.dumps(request).encode(), limits)
         except _Exceeded as error:
-            raise failure(f"{subject} {error}, more than a sound one of its size: take another one") from None
+            raise failure(f"{subject} {error}; a valid file of its size needs less: use another one") from None
         finally:
             process.kill()
             process.wait()
@@ -118,7 +118,7 @@ def call_bounded(
     kind, text = json.loads(answer[1:])
     if kind == "MemoryError":
         memory = f"{limits.memory_bytes // 2**20} MiB of memory"
-        raise failure(f"{subject} needs over {memory}, more than a sound one of its size: take another one")
+        raise failure(f"{subject} needs over {memory}; a valid file of its size needs less: use another one")
     raise getattr(errors, kind)(text) if kind else failure(f"{subject} cannot be read: {text}")
 
 
@@ -151,7 +151,7 @@ def _exchange(process: subprocess.Popen[bytes], request: bytes, limits: Limits) 
 
 def _cause_of_death(returncode: int, limits: Limits, complaints: BinaryIO) -> str:
     if returncode == -signal.SIGXCPU:
-        return f"it takes over {limits.cpu_s} s of processor time, more than a sound one of its size; take another one"
+        return f"it takes over {limits.cpu_s} s of processor time, more than a valid one of its size; use another one"
     complaints.seek(0)
     said = complaints.read(_BLOCK_BYTES).decode(errors="replace").strip().splitlines()
     if returncode < 0:

@@ -265,8 +265,8 @@ class MegatronConfig(Section):
         virtual, stages = self.virtual_pipeline_model_parallel_size, self.pipeline_model_parallel_size
         if virtual is not None and (virtual < 2 or stages < 2):
             raise Contradiction(
-                f"virtual_pipeline_model_parallel_size={virtual} with pipeline_model_parallel_size={stages}: stages "
-                "are cut into 2 or more, and there must be 2 or more of them; set it to null"
+                f"virtual_pipeline_model_parallel_size={virtual} with pipeline_model_parallel_size={stages}: both must "
+                "be at least 2; for a schedule that is not interleaved set virtual_pipeline_model_parallel_size=null"
             )
         return self
 
@@ -515,9 +515,9 @@ class RunConfig(Section):
             )
         if n < 2:
             # Every estimator compares the samples of one prompt.
-            raise ConfigError(f"rollout.n={n} cannot be trained with: a group needs at least 2 samples to compare")
+            raise ConfigError(f"rollout.n={n}: training compares the samples of a prompt; set it to 2 or more")
         if self.cluster.num_rollouts < 1:
-            raise ConfigError("cluster.num_rollouts=0 cannot be trained with: set it to 1 or more")
+            raise ConfigError("cluster.num_rollouts=0: training needs a rollout rank; set it to 1 or more")
         if self.model.create is not None:
             self.model.create.check_small()
         if self.cluster.device == "cpu" and self.model.dtype != "float32":

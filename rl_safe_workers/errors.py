@@ -472,8 +472,8 @@ class DivergedError(RunError):
     def __init__(self, *, step: int, loss: float, grad_norm: float) -> None:
         self.step = step
         super().__init__(
-            f"step {step}: the update is not finite (loss {loss}, gradient norm {grad_norm}); nothing of it was synced "
-            "or saved: resume from the checkpoint before with a smaller actor.optim.lr"
+            f"step {step}: the update is not finite (loss {loss}, gradient norm {grad_norm}). It was not synced or "
+            "saved. Resume from the previous checkpoint with a smaller actor.optim.lr"
         )
 
 

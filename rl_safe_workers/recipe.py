@@ -89,8 +89,8 @@ def _rebase(config: RunConfig) -> None:
         for key, path in written.items():
             if _RAY_COPIES in base.parts and not Path(path).is_absolute():
                 raise ConfigError(
-                    f"{key}={path} is relative, and the working directory is Ray's own copy of somebody's folder, "
-                    f"which Ray removes: give an absolute path, or set {env.BASE_DIR} in the job's runtime environment"
+                    f"{key}={path} is relative, and the working directory is Ray's copy of the submitted folder, which "
+                    f"Ray deletes: give an absolute path, or set {env.BASE_DIR} in the job's runtime environment"
                 )
         return
     trainer.output_dir = str(base / trainer.output_dir)

@@ -186,7 +186,7 @@ def root_cause(reports: Mapping[RankId, RunError], *, pending: Collection[RankId
     3. A rank was stopped.
     4. A rank repeats the failure of another rank, and that rank has reported no wait.
     5. A phase passed its deadline, and the report names missing ranks that have reported no wait.
-    6. A rank waited in vain. The culprits are the ranks that are still pending.
+    6. A rank gave up waiting. The culprits are the ranks that are still pending.
 
     Args:
         reports: The error of each rank that failed, at least one: a RankError of its own, or the PhaseTimeoutError that

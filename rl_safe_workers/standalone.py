@@ -206,8 +206,8 @@ def bootstrap(
         max_ctas: The limits that the groups were made with, by group name. They serve to predict the memory. None: the
             limits are read from NCCL's groups.
         timeout: Timeout of the whole call.
-        stopped: Longest time for which a rank may stay stopped (SIGSTOP), from the first call on. Then the next rank
-            on its machine ends it. 0: no limit.
+        stopped: Longest time for which a rank may stay stopped (SIGSTOP). Then another rank on its machine kills it.
+            The watch begins at the first call. 0: no limit.
 
     Returns:
         The cost of each op class of each group on this rank.
@@ -464,7 +464,7 @@ def _plan(
             plan.check_fits(free_bytes=room, gpus_per_node=cuda.gpus_of_this_node())
         except CommunicatorError as error:
             raise CommunicatorError(
-                f"{error}; channel_limits() makes the arguments for Megatron's groups, and takes max_ctas"
+                f"{error}; in a script, create the groups with the arguments that channel_limits(max_ctas=...) returns"
             ) from None
 
 
@@ -475,8 +475,8 @@ def _warn_of_missing_limits(plan: CommsPlan) -> None:
     limited = CommsPlan.of(plan.layout, plan.features, plan.limits).bytes
     if plan.bytes - limited >= WORTH_A_WARNING:
         logger.warning(
-            "the groups will take %.0f MiB of device memory on each GPU; made with the arguments of channel_limits() "
-            "they take %.0f MiB",
+            "the groups will take %.0f MiB of device memory on each GPU; created with the arguments that "
+            "channel_limits() returns, they would take %.0f MiB",
             plan.bytes / MIB,
             limited / MIB,
         )

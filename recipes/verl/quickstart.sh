@@ -3,8 +3,8 @@
 # them. DEVICE=cuda needs two GPUs; DEVICE=cpu, the default where there are none, needs scripts/setup verl, and docs/verl.md
 # says how far it gets: verl 0.9.1 does not know the name of vLLM's CPU build.
 # ENTRY=verl takes verl's own entry, with our engines alone. ENTRY=stock takes verl's engines, too.
-# SUBMIT=1 submits it to the Ray cluster of RAY_ADDRESS, whose nodes see this folder; PYTHON is then a path that they have.
-# SUBMISSION is the job's id.
+# SUBMIT=1 submits the job to the Ray cluster at RAY_ADDRESS. Its nodes must see this folder and have PYTHON at the
+# same path. SUBMISSION sets the job's id.
 # Further arguments are overrides of verl's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -15,7 +15,7 @@ PYTHON="${PYTHON:-$PWD/.venv-verl/bin/python}" MODEL="${MODEL:-$PWD/models/verl-
 export HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 OMP_NUM_THREADS=1
 cluster=(ray_kwargs.ray_init.num_cpus=16) # of the Ray that is started; one that runs has its own
 if [[ $DEVICE == cpu ]]; then
-    # Our platform in the place of CUDA; Ray is told of GPUs that verl then asks it for, and that nobody touches.
+    # Our CPU platform replaces CUDA. verl asks Ray for GPUs, so Ray is told that there are two. Nothing uses them.
     export VERL_PLATFORM=rl_safe_cpu GLOO_SOCKET_IFNAME=lo
     cluster+=(+ray_kwargs.ray_init.num_gpus=2)
     of_device=(

@@ -167,7 +167,9 @@ class _Step(ExitStack):
         row_bytes = chunk_bytes(entry, chunk) // sizes[0]
         begin, end = archive.place("data/0")
         if end - begin != chunk_bytes(entry, chunk):
-            raise CheckpointError(f"{archive.source} holds {end - begin} bytes, its elements need others")
+            raise CheckpointError(
+                f"{archive.source} holds {end - begin} bytes, but its elements need {chunk_bytes(entry, chunk)}"
+            )
         file.seek(begin + start * row_bytes)
         data = file.read((stop - start) * row_bytes)
         return np.frombuffer(data, f"u{entry.itemsize}").reshape(stop - start, *sizes[1:])

@@ -174,7 +174,7 @@ def _copy(source: Path, target: Path, parts: Sequence[tuple[int, int]], *, root:
     with open_foreign(source, within=root) as read, target.open("xb") as written:
         size = os.fstat(read.fileno()).st_size
         if parts and parts[-1][1] > size:
-            raise CheckpointError(f"{source} has {size} bytes, the checkpoint places some at {parts[-1][1]}")
+            raise CheckpointError(f"{source} has {size} bytes, but the checkpoint needs bytes up to {parts[-1][1]}")
         written.truncate(size)
         for start, stop in parts:
             for begin, until in data_extents(read, start, stop):  # a copied hole would take disk space

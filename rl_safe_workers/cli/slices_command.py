@@ -108,8 +108,8 @@ def ranks_of(node: int, *, trainers: int, per_node: int) -> range:
     nodes = -(-trainers // per_node)
     if not 0 <= node < nodes:
         raise ConfigError(
-            f"--node {node}: {trainers} trainers, {per_node} to a host, are on host {format_ranks(range(nodes))}; "
-            f"change it, --gpus-per-node or {WORLD_KEY}"
+            f"--node {node} does not exist: {trainers} trainers with --gpus-per-node {per_node} use hosts "
+            f"{format_ranks(range(nodes))}; change --node, --gpus-per-node or {WORLD_KEY}"
         )
     return range(node * per_node, min((node + 1) * per_node, trainers))
 

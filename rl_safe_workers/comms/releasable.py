@@ -132,7 +132,7 @@ class ReleasableGroup(dist.ProcessGroup):
         return self._released_channel.timeout
 
     def pending_works(self) -> list[Any]:
-        """Returns unfinished works on CPU tensors that somebody still references. Only the GPU knows its own queue."""
+        """Returns the unfinished CPU works that a caller still references. It cannot list work queued on a GPU."""
         works = self.channels["cpu"].pending if "cpu" in self.channels else ()
         return [work for work in works if not work.is_completed()]
 

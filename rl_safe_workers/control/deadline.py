@@ -27,7 +27,7 @@ START_S = 10.0
 TICK_S = 0.2
 """Time between two ticks of a wait, in seconds."""
 _EXIT_S = 0.5
-"""Longest time that the end of this process waits for all work in the background, in seconds."""
+"""Longest time that the end of this process waits for work that was left behind, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +135,12 @@ class Thread(threading.Thread):
             ) from error
 
 
-_working: WeakSet[threading.Thread] = WeakSet()
-"""Threads of work in the background."""
+_left_behind: WeakSet[threading.Thread] = WeakSet()
+"""Threads of work that did not end in time."""
 
 
 class Background(Generic[T]):
     """Work on a daemon thread of its own, not of a thread pool: a process waits for a pool's threads at its end.
-
-    At its end, a process waits for at most `_EXIT_S` for such work.
 
     Attributes:
         name: Name of the work, for the thread and for errors.
@@ -159,7 +157,6 @@ class Background(Generic[T]):
         self._outcome: Future[T] = Future()
         self.thread = Thread(_fulfil, args=(work, self._outcome), name=name)
         self.thread.start()
-        _working.add(self.thread)
 
     @property
     def is_done(self) -> bool:
@@ -187,6 +184,7 @@ class Background(Generic[T]):
             if on_tick is not None:
                 on_tick()
             if deadline.expired:
+                _left_behind.add(self.thread)
                 raise DeadlineExceededError(self)
         # The work has ended, so the thread ends soon. Join it, so that no thread is left.
         self.thread.join()
@@ -195,14 +193,14 @@ class Background(Generic[T]):
 
 @atexit.register
 def _let_work_end() -> None:
-    """Waits a moment for work in the background.
+    """Waits a moment for work that was left behind.
 
     A thread that returns from a call of torch's store while Python ends aborts the process: Python ends the thread
     within C++ code that forbids it ("terminate called without an active exception"). Such a call often fails just
     before the process ends, for instance because the process has killed the store's owner.
     """
     deadline = Deadline.after(_EXIT_S)
-    for thread in list(_working):
+    for thread in list(_left_behind):
         thread.join(max(0.0, deadline.left_s))
 
 

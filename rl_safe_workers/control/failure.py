@@ -100,8 +100,8 @@ class Failure:
         except (AttributeError, KeyError, TypeError, ValueError):
             pass  # of fields inside it
         raise CommunicatorError(
-            f"a rank tells of its failure in a way that is not understood, {str(fields)[:_SHOWN]!r}: start all ranks "
-            "with the same version of rl_safe_workers"
+            f"the failure report of a rank cannot be parsed, {str(fields)[:_SHOWN]!r}: start all ranks with the same "
+            "version of rl_safe_workers"
         )
 
 

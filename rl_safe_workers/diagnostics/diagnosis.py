@@ -514,25 +514,27 @@ def _advice(
     node = home_of(min(culprits), facts.answers).removeprefix(" on ") if culprits else ""
     cause = error.cause if isinstance(error, RankError) else None
     if isinstance(cause, Died) or endings:
-        why = endings[0] if endings else "nothing of the rank's own says why"
+        why = endings[0] if endings else "the rank has left no reason"
         logs = "Ray's logs" if on_ray else "the job's log"
         return (
-            f"{why}: look in the kernel's log of {node or 'its machine'} for the OOM "
-            f"killer, in {logs} for the end of its output, and for a call of os._exit or somebody who kills processes"
+            f"{why}: search the kernel log of {node or 'its machine'} for the OOM killer, and {logs} for the end of "
+            "its output; also look for a call of os._exit, and for a person or script that kills processes"
         )
     if isinstance(cause, Stopped):
         pids = [str(one.pid) for one in facts.answers.ranks if one.rank_id in culprits and not one.is_gone]
-        goes_on = f"kill -CONT {' '.join(pids)} goes on" if pids else "it was ended: see the setting timeouts.stopped"
-        return f"find out what has sent SIGSTOP, such as a debugger or a scheduler; {goes_on}"
+        ended = "it was ended: see the setting timeouts.stopped"
+        resume = f"to resume it: kill -CONT {' '.join(pids)}" if pids else ended
+        return f"find out what has sent SIGSTOP, such as a debugger or a scheduler; {resume}"
     if isinstance(error, PhaseTimeoutError):
         if culprits and all(one.role in HELPERS for one in culprits):
             files = ", ".join(stack_file(one) for one in sorted(culprits)[:_NAMED])
             return (
                 f"see in {files} what the reward function, tool or agent loop waits for, and give it a timeout of its "
-                f"own; if it only takes longer, raise {error.setting}"
+                f"own; if it only needs more time, raise {error.setting}"
             )
         return (
-            f"if the phase only takes longer, raise {error.setting}; else see stack_<role>_<rank>.txt of who is named"
+            f"if the phase only needs more time, raise {error.setting}; else read stack_<role>_<rank>.txt of the rank "
+            "that is named"
         )
     if wait is not None or isinstance(cause, Victim):
         return "see stack_<role>_<rank>.txt of the rank that is named: the others wait for what it does there"

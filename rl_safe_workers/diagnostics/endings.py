@@ -201,9 +201,9 @@ def ending_of(
     if noted_s is not None and xids:
         return Ending(fault=Fault.XID, said=_cut(xids[-1].text), detail=xids[-1].found.detail)
     reasons = [
-        *(["an unknown sender has sent it SIGKILL"] if exit_code == -_SIGKILL else []),
+        *(["it got SIGKILL from an unknown sender"] if exit_code == -_SIGKILL else []),
         signs.kernel.complaint or "the kernel's log does not name it",
-        "its control group counts no OOM kill" if is_counted else "nobody counts the OOM kills of its control group",
+        "its control group counts no OOM kill" if is_counted else "its control group does not count OOM kills",
         silence,
     ]
     return Ending(fault=Fault.SILENT_END, said=", ".join(reasons[:-1]) + f", and {reasons[-1]}")

@@ -54,7 +54,7 @@ class Work:
         return self.group_name or self.group
 
     def __str__(self) -> str:
-        return f"{self.op} of {self.group}"
+        return f"{self.op} of {self.group}" if self.group else self.op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

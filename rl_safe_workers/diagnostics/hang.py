@@ -111,7 +111,7 @@ def where_all_wait(
 def _said(ranks: Collection[RankId], spot: Spot, has_given_up: bool) -> str:
     if spot.op == ITS_END:
         return f"{name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} ended"
-    verb = "waited in vain" if has_given_up else "waits" if len(ranks) == 1 else "wait"
+    verb = "gave up waiting" if has_given_up else "waits" if len(ranks) == 1 else "wait"
     return f"{name_ranks(ranks)} {verb} {spot}"
 
 
@@ -259,7 +259,7 @@ def _if_all_wait(
     """Returns where all ranks wait for each other; None if an awaited rank is neither waiting nor at its end.
 
     Args:
-        error: The failure of a rank that has waited in vain.
+        error: The failure of a rank that has given up waiting.
         wait: The wait that the error tells of.
         missing: Ranks that have not come.
         held: The places of the missing ranks that wait for others themselves.
@@ -482,8 +482,8 @@ def _nodes(names: Sequence[str]) -> str:
 def _attendance(wait: Wait, missing: Collection[RankId]) -> str:
     waited = "" if wait.waited_s is None else f" within {wait.waited_s:.1f} s"
     if wait.missing is None:
-        who = f"{name_ranks(wait.arrived)} waited in vain" if wait.arrived else "a rank waited in vain"
-        return who if missing else f"{who}, nobody is in a call any more"
+        who = f"{name_ranks(wait.arrived)} gave up waiting" if wait.arrived else "a rank gave up waiting"
+        return who if missing else f"{who}, and no rank runs a call any more"
     if not missing and not wait.arrived:
         return f"did not finish{waited}"
     if not missing:

@@ -231,7 +231,7 @@ def _all_wait(waiting: Sequence[Sighting], unclear: Sequence[Sighting], *, is_wh
     """Judges a job in which nobody is seen outside a collective."""
     if unclear or not is_whole:
         why = (
-            f"of {_names(unclear)} it cannot be seen where {_verb(unclear, 'it is', 'they are')} ({unclear[0].doubt})"
+            f"it is not known where {_names(unclear)} {_verb(unclear, 'is', 'are')} ({unclear[0].doubt})"
             if unclear
             else "not all ranks were looked at"
         )

@@ -77,7 +77,7 @@ def _among_the_living(work: Work, there: Mapping[int, Work], ended: Collection[i
     most = max(votes.values())
     usual = [shape for shape, count in votes.items() if count == most]
     few = [] if len(usual) > 1 else [rank for shape, ranks in by_shape.items() if shape not in usual for rank in ranks]
-    why = [] if few else ["who is wrong is not known, because as many ranks have one shape as another"]
+    why = [] if few else ["the wrong rank is not known, because as many ranks have one shape as another"]
     return Mismatch(work=work, culprits=frozenset(few), said="; ".join([*told, _ended_by_gloo(ended), *why]))
 
 
@@ -88,17 +88,17 @@ def _of_the_ended(work: Work, there: Mapping[int, Work], ended: Collection[int])
     told = [
         f"{_names(there)} with {shape}, and {_names(ended)} with less",
         _ended_by_gloo(ended),
-        *([] if few else ["who is wrong is not known, because only two ranks can be compared"]),
+        *([] if few else ["the wrong rank is not known, because only two ranks can be compared"]),
     ]
     return Mismatch(work=work, culprits=few, said="; ".join(told))
 
 
 def _without_records(ended: Collection[int]) -> str:
-    return f"{_ended_by_gloo(ended)}; who is wrong is not known, because the Flight Recorder has no record of it"
+    return f"{_ended_by_gloo(ended)}; the wrong rank is not known, because the Flight Recorder has no record of it"
 
 
 def _ended_by_gloo(ended: Collection[int]) -> str:
-    return f"gloo has ended {_names(ended)}, which got more than it expected"
+    return f"gloo aborted {_names(ended)}, which received more bytes than expected"
 
 
 def _names(ranks: Collection[int]) -> str:

@@ -64,6 +64,8 @@ _ENDED = "ended_"
 """Prefix of the name of a symbolic link. Its target is the exit code of a process. A link is created atomically."""
 _ENTRY_BYTES = 64
 _LOOK_S = 0.05
+_TRIES = 3
+"""Number of attempts to remove the folder."""
 _LIST_S = 1.0
 """Longest time, in seconds, until a rank that has joined is watched for its end."""
 _NOTED_S = 3 * ALIVE_EVERY_S
@@ -219,7 +221,7 @@ class Neighbours:
         said = [
             f"{name_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} {where}" for where, ranks in places.items()
         ]
-        said.append(f"{first.rank_id} waited in vain {Spot(first.phase, first.op, first.place)}")
+        said.append(f"{first.rank_id} gave up waiting {Spot(first.phase, first.op, first.place)}")
         holders = {pids[stay.holder] for stay in late.values() if stay.holder in pids}
         return holders or late.keys(), f"{'; '.join(said)}\n{_LATE}"
 
@@ -311,7 +313,7 @@ class Neighbours:
         where = ", and ".join(places) or ("no line is known" if main is None else f"it is at {main}")
         logger.warning(
             "training rank %d does not exit, %.1f s after the end of its script: %s\n"
-            "the job waits for it: its handlers of atexit and its threads must end; kill %d ends it",
+            "the job waits for it until its atexit handlers and threads end; to end it now: kill %d",
             self._rank,
             limit_s,
             where,
@@ -377,7 +379,9 @@ class Neighbours:
         self._has_left = True
         (self.folder / f"process_{self._rank}").unlink(missing_ok=True)
         if not any(self.folder.glob("process_*")) and not self.evidence.exists():
-            shutil.rmtree(self.folder, ignore_errors=True)  # another rank may be about to do the same
+            for _ in range(_TRIES):  # a thread of notes may write a file meanwhile, and the folder is then not empty
+                if self.folder.exists():
+                    shutil.rmtree(self.folder, ignore_errors=True)  # another rank may be about to do the same
 
 
 def say(rank: int, culprits: Collection[RankId], why: str) -> None:

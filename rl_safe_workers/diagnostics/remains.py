@@ -397,7 +397,7 @@ def _cause_in(events: Sequence[Event], found: _Found) -> Explanation:
         return _of_flights(behind, rows)
     if events:
         return Explanation(
-            verdict=f"not known, because no log holds what a process died of; the first sign: {_said(events[0])}",
+            verdict=f"not known, because no log says why a process died; the first sign: {_said(events[0])}",
             advice=ADVICE[events[0].fault],
             is_known=False,
             rows=rows,

@@ -307,12 +307,12 @@ class StopWatch:
         for one in news.begun:
             at = self._place(one)
             logger.warning(
-                "%s is stopped (SIGSTOP)%s: it is ended if it stays so for %.0f s; kill -CONT %d goes on",
+                "%s is stopped (SIGSTOP)%s: it is killed if it stays stopped for %.0f s; to resume it: kill -CONT %d",
                 *(one.who, "" if at is None else f", last seen at {at}", self._limit_s, one.pid),
             )
         for one, seen_s in news.over:
             if (one.state() or NO_PROCESS) not in GONE:
-                logger.warning("%s goes on after %.0f s", one.who, seen_s)
+                logger.warning("%s was resumed after %.0f s", one.who, seen_s)
         for one, seen_s in news.expired:
             self._end(one, seen_s)
         self._due_s = time.monotonic() + pause_s
@@ -324,7 +324,7 @@ class StopWatch:
             pause_s = self.look()
         except Exception:
             if not self._has_failed:
-                logger.exception("nobody could look who is stopped")
+                logger.exception("the watch for stopped processes failed; it tries again")
             self._has_failed = True
             return LOOK_EVERY_S
         self._has_failed = False

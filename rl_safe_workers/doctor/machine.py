@@ -138,7 +138,7 @@ def _shared(machine: Machine, subject: Subject) -> Iterator[Finding]:
             code="shm-nccl",
             severity=Severity.RISKS,
             text=f"/dev/shm has {_gib(machine.shared_total)}: NCCL, which keeps its proxies' buffers there, fails "
-            "while it connects with «no space left on device», or is killed by SIGBUS",
+            'with "no space left on device" when it connects, or is killed by SIGBUS',
             since="every NCCL",
             evidence=("NCCL user guide, Troubleshooting, Shared memory", "pytorch/tutorials 2475"),
             avoid="docker run --shm-size=1g --ulimit memlock=-1",
@@ -165,7 +165,7 @@ def _locked(machine: Machine, subject: Subject) -> Iterator[Finding]:
             code="locked-memory",
             severity=Severity.RISKS,
             text=f"a process may lock {machine.locked} bytes: NCCL cannot register its buffers with RDMA devices "
-            "(«ibv_reg_mr failed: cannot allocate memory»)",
+            '("ibv_reg_mr failed: cannot allocate memory")',
             since="every NCCL",
             evidence=("nccl-tests 206", "NCCL user guide, Troubleshooting, InfiniBand"),
             avoid="ulimit -l unlimited, or docker run --ulimit memlock=-1",

@@ -49,8 +49,8 @@ def _lost(answer: Answer) -> Finding:
         text=f"the run cannot join Ray: {answer.reason}",
         since="always",
         evidence=("ray.init(address=…)", "docs/ray.md"),
-        avoid="start the job on a node of the cluster; cluster.ray_address=HOST:PORT of its head; RAY_AUTH_MODE=token "
-        "where it was started with a token, without which it does not answer; or cluster.ray_address=local",
+        avoid="start the job on a node of the cluster; set cluster.ray_address=HOST:PORT of its head; set "
+        "RAY_AUTH_MODE=token if the cluster was started with a token; or set cluster.ray_address=local",
     )
 
 

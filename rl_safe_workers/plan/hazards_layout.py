@@ -98,8 +98,8 @@ HAZARDS = (
         since="every version of megatron-core",
         evidence=("megatron-core transformer/attention.py",),
         find=_heads,
-        avoid="{tp} that divides the attention heads, and the key-value heads or is a multiple of them; a run of ours "
-        "needs it to divide both",
+        avoid="a {tp} that divides the attention heads, and divides the key-value heads or is a multiple of them; the "
+        "built-in trainer needs one that divides both",
     ),
     Hazard(
         code="experts-indivisible",

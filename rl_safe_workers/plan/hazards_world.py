@@ -106,8 +106,8 @@ HAZARDS = (
     Hazard(
         code="world-mixed",
         severity=Severity.STOPS,
-        text="conversions and saves hang: their barriers, gathers and broadcasts are on the default group, and rollout "
-        "ranks never enter them, with every flag of the save off as well",
+        text="conversions and saves hang in barriers, gathers and broadcasts on the default group, which rollout ranks "
+        "never enter, even with every flag of the save off",
         since=f"{_ALL}; since 0.14 the end of a save broadcasts, too",
         evidence=("NeMo RL 2225", "Megatron-LM 1707"),
         avoid="make the default group of trainers alone (isolated mode), or carve it before Megatron's groups "
@@ -126,8 +126,8 @@ HAZARDS = (
     Hazard(
         code="world-device-id",
         severity=Severity.STOPS,
-        text="every new group splits the default one's communicator, for which all of its ranks must come: a group of "
-        "others, as for weight sync, waits for ever",
+        text="every new group is a split of the default group's communicator, which needs all its ranks: a group that "
+        "leaves some out, such as one for weight sync, waits forever",
         since="every torch that takes a device_id",
         evidence=("NeMo RL 3189", "NeMo RL 3073"),
         avoid="init_process_group without device_id; rl_safe_workers refuses it in carved mode",
@@ -136,8 +136,8 @@ HAZARDS = (
     Hazard(
         code="timeout-not-inherited",
         severity=Severity.RISKS,
-        text="a hang in a sub-group is found at another time than the timeout that was set: new groups do not inherit "
-        "the default group's",
+        text="a hang in a sub-group is detected earlier or later than the timeout that you set: new groups do not "
+        "inherit the default group's timeout",
         since="every version of torch",
         evidence=("Megatron-Bridge 4011", "miles 3131"),
         avoid="distributed_timeout_minutes of initialize_model_parallel; rl_safe.timeouts sets both for each phase",
@@ -164,7 +164,7 @@ HAZARDS = (
     Hazard(
         code="timeout-short",
         severity=Severity.RISKS,
-        text="ranks that come late to a conversion or a save end it: its collectives are on the default group",
+        text="a conversion or a save fails if a rank arrives late: its collectives are on the default group",
         since="torch's default for NCCL",
         evidence=("NeMo RL 2225", "NeMo RL 2229", "NeMo RL 2391"),
         avoid="rl_safe.timeouts.convert and rl_safe.timeouts.save (1800), with both flags of the save off",

@@ -73,7 +73,7 @@ def lay_out(plan: Plan) -> Grid:
     processes = request.trainers + request.rollouts
     if processes > MOST_RANKS:
         raise ConfigError(
-            f"a picture of {processes} ranks cannot be read: --svg and --html take at most {MOST_RANKS}; use --json"
+            f"a picture of {processes} ranks would be illegible: --svg and --html take at most {MOST_RANKS}; use --json"
         )
     side = _side(request.gpus, request.colocated)
     columns, lines = min(request.gpus_per_node, _PER_ROW), -(-min(request.gpus_per_node, request.gpus) // _PER_ROW)

@@ -223,9 +223,9 @@ def _saves(request: Request, model: ModelSize, layers: list[int], nodes: Sequenc
     if sum(layers) != model.shape.num_layers or min(layers) < 0:
         raise ModelError(
             f"{request.setting('first_stage_layers')}={request.first_stage_layers} and "
-            f"{request.setting('last_stage_layers')}={request.last_stage_layers} do not go with "
-            f"{model.shape.num_layers} layers on {request.layout.pipeline} stages: leave them out, or let them leave "
-            "the others a layer each"
+            f"{request.setting('last_stage_layers')}={request.last_stage_layers} do not fit "
+            f"{model.shape.num_layers} layers on {request.layout.pipeline} stages: leave them out, or lower them so "
+            "that every other stage gets a layer"
         )
     return plan_saves(
         request.layout,

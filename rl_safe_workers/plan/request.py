@@ -220,7 +220,7 @@ def _colocated(
     (first, number), *others = counts.items()
     if number < 1:
         raise ConfigError(
-            f"{source.key(first)}={number} with {source.key('colocated')}=true leaves nobody: it takes a whole number "
+            f"{source.key(first)}={number} with {source.key('colocated')}=true leaves no rank: it takes a whole number "
             "of at least 1"
         )
     for name, count in others:

@@ -90,7 +90,7 @@ class Guardian:
             self._process.stdin.write(json.dumps(facts) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            logger.warning("the run's guardian is gone: should this process be killed, nobody ends what is left of it")
+            logger.warning("the run's guardian has ended: if this process is killed, what is left of the run stays")
 
 
 def guard(told: IO[str], run_id: str, *, since: Moment, kill_after_s: float, node: str | None = None) -> bool:

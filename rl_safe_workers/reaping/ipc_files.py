@@ -94,4 +94,4 @@ def remove_ipc_files(
         except FileNotFoundError:
             continue
         except OSError as error:
-            logger.warning("%s is left of %s: %s", file, owner, error)
+            logger.warning("%s, left by %s, cannot be removed: %s", file, owner, error)

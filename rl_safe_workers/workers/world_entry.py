@@ -101,7 +101,8 @@ class WorldEntry(Part):
             if place != expected:
                 raise CommunicatorError(
                     f"this process is training rank {place[0]} of {place[1]} in {list(training_joint_ranks)}, but was "
-                    f"set up as training rank {expected[0]} of {expected[1]}: give setup_worker the former"
+                    f"set up as training rank {expected[0]} of {expected[1]}: call setup_worker with training_rank="
+                    f"{place[0]}, training_size={place[1]}"
                 )
 
     def _meet_at(self, address: StoreAddress) -> None:

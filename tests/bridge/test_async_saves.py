@@ -37,7 +37,7 @@ def _call(rank: int, *args: Any) -> dict[str, Any]:
     return async_saves.saves(rank, *args)
 
 
-def test_each_of_ours_is_of_its_own_moment(model: Path, tmp_path: Path) -> None:
+def test_each_async_save_holds_the_state_at_its_start(model: Path, tmp_path: Path) -> None:
     (found,) = values(run_ranks(_call, 1, model, tmp_path, "ours", timeout_s=280))
     assert found["tensors"] > 10
     assert found["of their moment"] == [found["tensors"]] * 4

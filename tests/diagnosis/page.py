@@ -30,9 +30,9 @@ ACTS = {
 }
 HEAD = """# Diagnosis
 
-Does the first line name the root cause? Each cell is one kind of report that users make, one host, and one fault that
-stands for it: a whole run on this machine, on CPU. `scripts/test --diagnosis` runs every cell without a result and
-writes this page; `--anew` runs all. CI runs a sample.
+This page shows whether the first line of a failed run names the root cause. A cell is one whole run on CPU: one kind of
+report that users make, under one host, produced by one typical fault. `scripts/test --diagnosis` runs every cell
+without a result and writes this page; `--anew` runs all. CI runs a sample.
 
 A cell is right if the first line that our package prints names the rank, the phase, and what happened there: for a rank
 that waits or raises, its line of code. A deadline is {timeout:.0f} s where the fault lets others wait; generation under

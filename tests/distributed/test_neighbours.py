@@ -165,7 +165,7 @@ def test_a_rank_with_another_shape_is_named_whoever_gloo_ends(
     )
     told = (
         rf"training rank \d: the job has failed on training rank 1: different shapes in all_gather of \S+: {shapes}; "
-        rf"gloo has ended training rank {ended}, which got more than it expected; training rank 1 was at "
+        rf"gloo aborted training rank {ended}, which received more bytes than expected; training rank 1 was at "
         r"\S+:\d+ \(_gather\)\n"
     )
     assert [line for line in lines if re.match(told, line)] == lines, lines
@@ -196,7 +196,7 @@ def test_a_rank_whose_folder_is_gone_says_so_and_judges_nobody(
     assert "nobody can be asked where the ranks are: " in caplog.text
 
 
-def test_a_rank_that_waits_with_a_lock_in_its_hand_is_blamed_by_those_that_its_end_lets_come(temporary: Path) -> None:
+def test_late_ranks_blame_the_holder_of_the_file_lock(temporary: Path) -> None:
     now_s = time.time()
 
     def report(rank: int, at_s: float) -> RankError:
@@ -223,7 +223,7 @@ def test_a_rank_that_waits_with_a_lock_in_its_hand_is_blamed_by_those_that_its_e
     assert set(told[0]) == {trainer_id(0)}
     assert told[1].partition("\n")[0] == (
         "training rank 1 was at a.py:16 (load), and waited for a file lock of training rank 0, until training rank 0 "
-        "gave up; training rank 0 waited in vain in phase train in barrier at a.py:18 (load)"
+        "gave up; training rank 0 gave up waiting in phase train in barrier at a.py:18 (load)"
     )
     assert neighbours.came_late({one: report(one.rank, now_s + 60) for one in reports}) is None
 
@@ -311,7 +311,7 @@ def _ended(temporary: Path, *, by: signal.Signals | None) -> list[tuple[int, lis
 @pytest.mark.parametrize(
     ("by", "said", "why"),
     [
-        (signal.SIGKILL, "died", "an unknown sender has sent it SIGKILL"),
+        (signal.SIGKILL, "died", "it got SIGKILL from an unknown sender"),
         (signal.SIGALRM, "was killed by SIGALRM", "signal SIGALRM: its exit status says so"),
     ],
 )
@@ -327,7 +327,7 @@ def test_a_launcher_that_ends_all_has_one_of_them_name_the_rank_that_was_killed(
     assert told[2].startswith("evidence in ")
 
 
-def test_whoever_ends_a_job_that_is_well_hears_of_nobody(temporary: Path) -> None:
+def test_sigterm_to_a_healthy_job_blames_no_rank(temporary: Path) -> None:
     assert _ended(temporary, by=None) == [(-signal.SIGTERM, [])] * SIZE
     assert list(temporary.iterdir()) == []
 
@@ -392,9 +392,9 @@ def test_ranks_that_all_wait_in_vain_are_told_by_the_lines_that_they_wait_at(
     first, advice = told.splitlines()
     assert re.fullmatch(
         r"the job has failed on training rank 1: no rank is missing, and training rank 1 is the odd one: "
-        r"training rank 1 waited in vain between phases in all_reduce at "
+        r"training rank 1 gave up waiting between phases in all_reduce at "
         r"tests/distributed/test_neighbours.py:\d+ \(_reduce_or_meet\); "
-        r"training rank 0, 2 waited in vain between phases in all_reduce at "
+        r"training rank 0, 2 gave up waiting between phases in all_reduce at "
         r"tests/distributed/test_neighbours.py:\d+ \(_reduce_or_meet\)",
         first,
     ), told
@@ -424,7 +424,7 @@ def test_ranks_that_still_wait_elsewhere_are_told_with_their_places_and_not_blam
     where = r"tests/distributed/test_neighbours\.py:\d+ \(_reduce_or_meet_for_long\)"
     assert re.fullmatch(
         rf"the job has failed: no rank is missing: training rank 0, 2 wait between phases in all_reduce at {where}; "
-        rf"training rank 1 waited in vain between phases in all_reduce at {where}",
+        rf"training rank 1 gave up waiting between phases in all_reduce at {where}",
         first,
     ), told
     assert advice.startswith("compare these lines")

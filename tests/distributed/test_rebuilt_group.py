@@ -100,9 +100,7 @@ def _rank(rank: int, address: StoreAddress, config: RunConfig) -> Seen | list[We
     return _train(Worker(config, rank=rank, size=TRAINERS), address)
 
 
-def test_a_group_with_who_is_left_and_with_who_comes_needs_no_group_of_the_training_world(
-    address: StoreAddress, seeded_models: dict[str, Path]
-) -> None:
+def test_rebuilt_joint_group_needs_no_training_group(address: StoreAddress, seeded_models: dict[str, Path]) -> None:
     config = run_config(seeded_models["moe"], ep=2)
     outcomes = run_ranks(_rank, COMES + 1, address, config, timeout_s=90)
     first, second, stays, comes = values([outcomes[rank] for rank in (0, 1, STAYS, COMES)])

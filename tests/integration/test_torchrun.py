@@ -124,7 +124,7 @@ def test_a_rank_that_does_not_come_to_the_bootstrap_is_named_with_its_line_of_co
     told = re.findall(
         r"rank (\d): the job has failed on training rank 2: hang: phase bootstrap, training world: 0-1, 3 arrived, "
         rf"2 did not within [\d.]+ s; training rank 2 is at script\.py:{line} \(<module>\)\n"
-        r"if the phase only takes longer, raise bootstrap\(timeout=\.\.\.\); .*(?:\nevidence in (\S+))?$",
+        r"if the phase only needs more time, raise bootstrap\(timeout=\.\.\.\); .*(?:\nevidence in (\S+))?$",
         done.stderr,
         re.MULTILINE,
     )
@@ -159,7 +159,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_job_ends_in_seconds(tmp_path: P
     told = re.findall(r"training rank 1 \(process (\d+)\) is stopped \(SIGSTOP\)", done.stderr)
     assert len(told) == 1, done.stderr
     line = script.splitlines().index(next(line for line in script.splitlines() if "SIGSTOP" in line)) + 1
-    assert "goes on after" not in done.stderr
+    assert "was resumed after" not in done.stderr
     verdict = (
         rf"rank 0: the job has failed on training rank 1: training rank 1 is stopped, last seen at script\.py:{line} "
         r"\(<module>\); training rank 0 was in all_reduce"

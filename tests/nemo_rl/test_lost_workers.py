@@ -184,7 +184,7 @@ CASES = {
     ),
     "trainer_asleep_in_a_step": Case(
         *("train", {"in_train": {1: "silent"}}, trainer_id(1), Phase.TRAIN, Victim),
-        r"hang: phase train, the trainers, \w+ of \w+: training rank 0 waited in vain; "
+        r"hang: phase train, the trainers, \w+ of \w+: training rank 0 gave up waiting; "
         r"training rank 1 on [0-9.]+ is at \S+/sending.py:\d+ \(misbehave\)",
     ),
     "trainer_in_another_phase": Case(

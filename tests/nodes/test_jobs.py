@@ -324,7 +324,7 @@ def test_a_node_without_the_driver_s_package_is_named(
     three_nodes.wait_until(lambda: three_nodes.living() == 2, "Ray has noticed")
     three_nodes.add_node(LAST, python_path=tmp_path)
     error = refused(three_nodes, moe_model, tmp_path)
-    named = f"the nodes of the cluster do not go together: {three_nodes.address(LAST)} "
+    named = f"the nodes of the cluster differ: {three_nodes.address(LAST)} "
     assert re.match(rf"{named}{complaint}$", error), error
     three_nodes.kill_node(LAST)
     mended()

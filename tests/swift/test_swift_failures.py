@@ -33,7 +33,8 @@ CASES = [
 ]
 EXITS = 50
 HANG = (
-    r"phase train, the trainers, \w+ of \w+: training rank 0 waited in vain; training rank 1 is at break_plugin.py:\d+ "
+    r"phase train, the trainers, \w+ of \w+: training rank 0 gave up waiting; "
+    r"training rank 1 is at break_plugin.py:\d+ "
 )
 
 

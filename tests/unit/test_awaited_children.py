@@ -80,7 +80,7 @@ def test_a_child_that_a_rank_waits_for_is_shown_with_its_line_and_its_stack(
     )
     found = diagnose([one], patience_s=30.0, reports={trainer_id(0): victim}, evidence=tmp_path / "hang")
     assert re.fullmatch(
-        r"hang: phase train, the trainers: training rank 0 waited in vain; training rank 1 is at \S*rows\.py:15 "
+        r"hang: phase train, the trainers: training rank 0 gave up waiting; training rank 1 is at \S*rows\.py:15 "
         rf"\(next_batch\), and waits for its process {child}, which is at \S*rows\.py:9 \(from_cache\)",
         found.verdict,
     ), found.verdict

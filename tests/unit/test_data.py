@@ -321,7 +321,7 @@ def test_a_resumed_loader_may_use_another_batch_size(write: Write) -> None:
 
 def test_the_state_of_another_dataset_is_refused(write: Write) -> None:
     state = make_loader(write()).state_dict()
-    with pytest.raises(DataError, match="5 prompts, data.train_files holds 2"):
+    with pytest.raises(DataError, match="5 prompts, data.train_files has 2"):
         make_loader(write([make_row(0), make_row(1)])).load_state_dict(state)
 
 

@@ -66,10 +66,10 @@ def test_work_that_does_not_end_is_left_behind_and_goes_on() -> None:
     assert not left_behind.thread.is_alive()
 
 
-def test_a_process_that_ends_lets_work_end_that_is_about_to() -> None:
+def test_a_process_that_ends_waits_a_moment_for_work_left_behind() -> None:
     """Else Python might end a thread within C++ code of torch, and the process would abort."""
-    start = "import time; from rl_safe_workers.control.deadline import Background; Background({}, name='work')"
-    soon = start.format("lambda: (time.sleep(0.1), print('ended'))")
+    start = "import time; from rl_safe_workers.control.deadline import attempt; attempt('work', {}, timeout_s=0.05)"
+    soon = start.format("lambda: (time.sleep(0.3), print('ended'))")
     never = start.format("lambda: time.sleep(600)")
     for script, told in (soon, "ended\n"), (never, ""):
         ended = subprocess.run([sys.executable, "-c", script], check=True, timeout=60, capture_output=True, text=True)

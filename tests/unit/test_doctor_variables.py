@@ -127,7 +127,7 @@ def test_what_hurts_nobody_is_not_found(environ: dict[str, str], subject: Subjec
     assert found(environ, subject) == {}
 
 
-def test_nvlink_multicast_is_a_risk_where_it_is_forced_and_nothing_where_it_is_as_it_is_by_default() -> None:
+def test_nvlink_multicast_is_a_risk_only_if_forced() -> None:
     assert found({"NCCL_NVLS_ENABLE": "1"}, GPU) == {"env-nccl-nvls-enable": Severity.RISKS}
     assert found({"NCCL_NVLS_ENABLE": "2"}, GPU) == found({}, GPU) == {}
 

@@ -147,11 +147,11 @@ def test_an_exit_code_tells_the_end(exit_code: int, fault: Fault, said: str) -> 
     assert (found.fault, str(found)) == (fault, said)
 
 
-@pytest.mark.parametrize(("exit_code", "sent"), [(-9, "an unknown sender has sent it SIGKILL, "), (None, "")])
+@pytest.mark.parametrize(("exit_code", "sent"), [(-9, "it got SIGKILL from an unknown sender, "), (None, "")])
 def test_what_nobody_knows_is_said_with_the_reason(exit_code: int | None, sent: str) -> None:
     assert str(ending(kernel(), exit_code)) == (
-        f"why is not known, because {sent}the kernel's log does not name it, nobody counts the OOM kills of its "
-        "control group, and no log of its own is here"
+        f"why is not known, because {sent}the kernel's log does not name it, its control group does not count OOM "
+        "kills, and no log of its own is here"
     )
     hidden = Signs(kernel=KernelLog([], "the kernel's log cannot be read (Permission denied)"), shared_free_bytes=None)
     assert "the kernel's log cannot be read (Permission denied)" in str(ending(hidden, exit_code))
@@ -227,7 +227,7 @@ def test_oom_kills_since_the_start_count(
 @pytest.mark.parametrize("text", ["[]", "no JSON", '{"/etc/passwd": 0}', '{"/sys/fs/cgroup/../../../etc/passwd": 0}'])
 def test_notes_that_are_not_ours_count_nothing(text: str, tmp_path: Path) -> None:
     (tmp_path / "kills").write_text(text)
-    assert "nobody counts" in str(ending(kernel(), -9, tmp_path / "kills"))
+    assert "does not count" in str(ending(kernel(), -9, tmp_path / "kills"))
 
 
 DIED = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "

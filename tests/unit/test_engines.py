@@ -350,7 +350,7 @@ def test_an_engine_that_dies_while_nobody_waits_for_it_is_replaced_and_the_calls
 
 
 @pytest.mark.parametrize("phase", [Phase.JOINT, Phase.SYNC, Phase.TEARDOWN])
-def test_a_death_in_a_call_that_others_need_is_left_to_who_has_called_and_one_at_the_end_ends_the_run(
+def test_death_in_a_joint_call_is_left_to_the_caller(
     phase: Phase,
 ) -> None:
     run = FakeRun(2)

@@ -110,5 +110,5 @@ GOOD = Failure("x").as_json()
     ],
 )
 def test_what_is_no_failure_is_refused(fields: Any) -> None:
-    with pytest.raises(CommunicatorError, match="is not understood, .*: start all ranks with the same version"):
+    with pytest.raises(CommunicatorError, match="cannot be parsed, .*: start all ranks with the same version"):
         Failure.from_json(json.loads(json.dumps(fields)))

@@ -145,7 +145,7 @@ def test_a_guardian_that_was_killed_is_missed_not_waited_for(run_id: str, caplog
     process.kill()
     wait_for_end(process)
     guardian.tell(pids=[1])
-    assert "guardian is gone" in caplog.text
+    assert "guardian has ended" in caplog.text
     guardian.dismiss(timeout_s=10.0)
 
 

@@ -297,7 +297,7 @@ def test_whoever_is_in_a_call_is_missing_where_an_error_names_nobody(start: Star
     start(1, "call")
     line = collect(failed(Victim()), tmp_path)
     assert line is not None
-    assert line.startswith("hang: phase train, the trainers: training rank 0 waited in vain; training rank 1 is at ")
+    assert line.startswith("hang: phase train, the trainers: training rank 0 gave up waiting; training rank 1 is at ")
 
 
 def stop(process: subprocess.Popen[str]) -> None:
@@ -560,7 +560,7 @@ def test_ranks_of_a_node_that_does_not_answer_may_be_the_missing_ones(tmp_path: 
     homes = {trainer_id(0): "node0", trainer_id(1): "node1"}
     line = collect(failed(Victim()), tmp_path, ask=lambda patience_s: Answers(homes=homes, silent=["node1"]))
     assert line is not None
-    assert "training rank 0 waited in vain; training rank 1 on node1 cannot be asked; no answer from node1; " in line
+    assert "training rank 0 gave up waiting; training rank 1 on node1 cannot be asked; no answer from node1; " in line
     assert evidence(tmp_path)["silent_nodes"] == ["node1"]
 
 

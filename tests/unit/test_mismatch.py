@@ -32,8 +32,8 @@ def test_the_longer_tensor_is_named_and_not_the_neighbour_that_gloo_has_ended() 
     assert mismatch is not None
     assert mismatch.culprits == {1}
     assert mismatch.said == (
-        "training rank 0, 3 with 4000 Float; training rank 1 with 5000 Float; gloo has ended training rank 2, which "
-        "got more than it expected"
+        "training rank 0, 3 with 4000 Float; training rank 1 with 5000 Float; gloo aborted training rank 2, which "
+        "received more bytes than expected"
     )
 
 
@@ -47,16 +47,14 @@ def test_a_rank_with_the_shorter_tensor_is_named_where_all_others_agree() -> Non
     mismatch = found(ended=1, rank0=4000, rank2=4000, rank3=4000)
     assert mismatch is not None
     assert mismatch.culprits == {1}
-    assert mismatch.said.startswith(
-        "training rank 0, 2-3 with 4000 Float, and training rank 1 with less; gloo has ended"
-    )
+    assert mismatch.said.startswith("training rank 0, 2-3 with 4000 Float, and training rank 1 with less; gloo aborted")
 
 
 def test_nobody_is_named_where_two_ranks_have_two_shapes() -> None:
     mismatch = found(ended=1, rank0=4000)
     assert mismatch is not None
     assert mismatch.culprits == set()
-    assert mismatch.said.endswith("who is wrong is not known, because only two ranks can be compared")
+    assert mismatch.said.endswith("the wrong rank is not known, because only two ranks can be compared")
 
 
 def test_nobody_is_named_where_as_many_have_one_shape_as_another() -> None:
@@ -78,7 +76,7 @@ def test_what_gloo_has_said_counts_without_a_stack_and_without_a_record() -> Non
     unseen = find_mismatch({}, ended=[1], aborted_in="", is_sure=True)
     assert unseen is not None
     assert (unseen.work, unseen.culprits) == (None, set())
-    assert "who is wrong is not known, because" in unseen.said
+    assert "the wrong rank is not known, because" in unseen.said
 
 
 def test_a_rank_that_was_in_another_collective_has_no_other_shape() -> None:

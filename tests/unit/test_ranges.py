@@ -130,7 +130,7 @@ def test_a_target_that_is_not_empty_is_left_alone(index: CheckpointIndex, tmp_pa
 def test_a_source_that_is_too_short_is_refused(index: CheckpointIndex, tmp_path: Path) -> None:
     ranges = needed_ranges(index, Needs(rectangles=[("weight", (0, 0), (8, 6))]))
     os.truncate(index.location.shards / "__0_0.distcp", 100)
-    with pytest.raises(CheckpointError, match=r"__0_0.distcp has 100 bytes, the checkpoint places some at"):
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp has 100 bytes, but the checkpoint needs bytes up to"):
         materialise(index.location.root, tmp_path / "slice", ranges)
 
 

@@ -298,15 +298,15 @@ def test_a_binary_file_is_refused(tmp_path: Path) -> None:
         (["data.train_batch_size=-1"], "data.train_batch_size cannot be -1; it should be greater than or equal to 1"),
         (["rl_safe.timeouts.save=.inf"], "rl_safe.timeouts.save cannot be inf; it should be a finite number"),
         (["rl_safe.timeouts.save=1e300"], "rl_safe.timeouts.save cannot be 1e+300; it should be less than or equal to"),
-        (["cluster.num_rollouts=0"], "cluster.num_rollouts=0 cannot be trained with"),
+        (["cluster.num_rollouts=0"], "cluster.num_rollouts=0: training needs a rollout rank"),
         (["data=true"], "data cannot be True; it should be a section of keys"),
         (["rollout.n=1e30"], "rollout.n cannot be 1e+30; "),
         (["rollout.n=1000000000"], "rollout.n cannot be 1000000000; it should be less than or equal to 65536"),
         (["actor.optim.lr=.nan"], "actor.optim.lr cannot be nan; it should be a finite number"),
         (["actor.optim.beta2=1"], "actor.optim.beta2 cannot be 1; it should be less than 1"),
         (["rollout.max_logprob_gap=-1"], "rollout.max_logprob_gap cannot be -1; it should be greater than"),
-        (["rollout.n=1"], "rollout.n=1 cannot be trained with: a group needs at least 2"),
-        (["rollout.n=1", "algorithm.adv_estimator=rloo"], "rollout.n=1 cannot be trained with"),
+        (["rollout.n=1"], "rollout.n=1: training compares the samples of a prompt"),
+        (["rollout.n=1", "algorithm.adv_estimator=rloo"], "rollout.n=1: training compares"),
         (["trainer.resume_mode=resume_path"], "trainer: resume_mode=resume_path needs resume_from_path=DIR"),
         (["trainer.resume_from_path=x"], "trainer: resume_from_path=x is not read with resume_mode=disable"),
         (["trainer.logger=[wandb]"], "trainer.logger[0] cannot be 'wandb'; it should be 'console' or 'tensorboard'"),
@@ -401,7 +401,7 @@ def copied_by_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_a_job_writes_must_not_go_with_its_copy_of_the_folder(
     copied_by_ray: Path, overrides: list[str], key: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"^{key} is relative, and the working directory is Ray's own copy"):
+    with pytest.raises(ConfigError, match=f"^{key} is relative, and the working directory is Ray's copy"):
         load_recipe(QUICKSTART, overrides)
 
 

@@ -80,7 +80,7 @@ TABLE: dict[str, tuple[Mapping[RankId, RunError], set[RankId], RankId, set[RankI
         {T1},
         True,
     ),
-    "an exception before who waited in vain": (
+    "an exception before a rank that gave up waiting": (
         {**reports(of(T0, Victim(), 5), of(T2, Raised(), 9)), T1: late(T2)},
         set(),
         T2,

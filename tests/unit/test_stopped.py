@@ -197,9 +197,12 @@ def test_a_process_that_stays_stopped_is_named_and_ended(
         assert process.wait(30) == -signal.SIGKILL
     finally:
         watch.close()
-    assert "goes on after" not in caplog.text
+    assert "was resumed after" not in caplog.text
     assert named_s < LIMIT_S, "the warning comes while there is time to continue the process"
-    assert "last seen at train.py:3 (step): it is ended if it stays so for 2 s; kill -CONT" in caplog.text
+    assert (
+        "last seen at train.py:3 (step): it is killed if it stays stopped for 2 s; to resume it: kill -CONT"
+        in caplog.text
+    )
     assert well.poll() is None
     (stop,) = read_stops(folder)
     assert (stop.process.rank_id, stop.process.is_rank, stop.place) == (trainer_id(1), True, "train.py:3 (step)")
@@ -247,7 +250,7 @@ def test_a_process_that_goes_on_in_time_is_left_alone(
         _stop(process)
         _await(lambda: f"process {process.pid} " in caplog.text, "the stop is named")
         process.send_signal(signal.SIGCONT)
-        _await(lambda: "goes on after" in caplog.text, "the end of the stop is named")
+        _await(lambda: "was resumed after" in caplog.text, "the end of the stop is named")
     finally:
         watch.close()
     assert process.poll() is None

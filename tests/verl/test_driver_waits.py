@@ -173,7 +173,7 @@ def test_a_failed_sync_names_a_rollout_process_that_has_died() -> None:
 
 
 @pytest.mark.usefixtures("_cluster")
-def test_a_rollout_process_that_has_died_is_named_before_the_deadline_while_a_training_rank_waits_for_it() -> None:
+def test_dead_rollout_process_is_named_before_the_deadline() -> None:
     server = _Server.remote()
     os.kill(ray.get(server.pid.remote()), signal.SIGKILL)
     trainer = _trainer(server, ranks=(_Rank.remote(None),), timeouts=PATIENT)

@@ -123,7 +123,9 @@ def give_settings(policy: MutableMapping[str, Any], settings: NemoRlSettings) ->
     if not megatron.get("enabled", False):
         raise ConfigError(f"{NODE}.enabled=true needs policy.megatron_cfg.enabled=true: the worker is Megatron's")
     if policy.get("quant_cfg") is not None:
-        raise ConfigError(f"{NODE}.enabled=true and policy.quant_cfg exclude each other: each has a worker of its own")
+        raise ConfigError(
+            f"{NODE}.enabled=true does not support policy.quant_cfg, which needs another worker: remove one of the two"
+        )
     variables = dict(megatron.get("env_vars") or {})
     given = variables.get(VARIABLE)
     if given is not None and NemoRlSettings.from_json(given, source=VARIABLE) != settings:
@@ -267,7 +269,7 @@ def main() -> None:
     """
     source = os.environ.get("NEMO_RL_SRC")
     if not source:
-        raise ConfigError("NEMO_RL_SRC is not set: it names a checkout of NeMo RL, in its image /opt/nemo-rl")
+        raise ConfigError("NEMO_RL_SRC is not set: set it to a checkout of NeMo RL (in NVIDIA's image: /opt/nemo-rl)")
     share_package(os.environ)
     script = load_script(Path(source))
     run_id = uuid.uuid4().hex[:12]
@@ -293,4 +295,7 @@ def _run(script: Any, ends: ExitStack, processes: JobProcesses) -> None:
     script.setup = setup
     script.main()
     if not setup.was_called:
-        raise ConfigError(f"{script.__file__} has not called its own setup(): NeMo RL's own workers ran, if any")
+        raise ConfigError(
+            f"{script.__file__} ended without calling its setup(), so none of our workers ran: use a checkout whose "
+            "run_grpo.py calls setup() in main()"
+        )

@@ -161,7 +161,9 @@ class SwiftJob(HostedTrainer):
         @functools.wraps(original)
         def _initialize_mpu(args: Any) -> None:
             if getattr(args, "rlhf_type", None) == _UNSUPPORTED_RLHF_TYPE:
-                raise ConfigError(f"--rlhf_type {args.rlhf_type} is not supported yet: leave our plugin out")
+                raise ConfigError(
+                    f"--rlhf_type {args.rlhf_type} is not supported yet: remove our plugin from --external_plugins"
+                )
             self._comms.generates = getattr(args, "rlhf_type", None) == "grpo" and not self._is_actor
             if self._comms.generates:
                 from rl_safe_workers.adapters.swift.proved_syncs import check_proof

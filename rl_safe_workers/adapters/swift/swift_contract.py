@@ -625,5 +625,5 @@ def _check(host: str, root: Path, names: tuple[HostName, ...], texts: tuple[Host
     if lack := lacking(root, names, texts):
         raise ConfigError(
             f"the {host} in {root} lacks {lack}, which rl_safe_workers needs: use ms-swift {SINCE} to {UNTIL} "
-            "(docs/swift.md), or leave our plugin out"
+            "(docs/swift.md), or remove our plugin"
         )

@@ -194,7 +194,7 @@ def find_megatron_weights(path: Path) -> MegatronWeights:
     """
     # Megatron-core writes this file last (serialization.py:421).
     if not (path / MANIFEST).is_file() and (path / "metadata.json").is_file():
-        logger.warning("%s has no %s: that it is complete cannot be checked", path, MANIFEST)
+        logger.warning("%s has no %s, so we cannot check that it is complete", path, MANIFEST)
         return MegatronWeights(shards=path, manifest=None)
     return MegatronWeights(shards=path / SHARDS, manifest=read_manifest(path))
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pauses the garbage collector. For a million new objects, it takes longer than their creation."""
+    """Pauses the garbage collector. Collecting among a million new objects takes longer than creating them."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -141,7 +141,7 @@ def _load(unpickler: pickle.Unpickler | pickle._Unpickler, source: str) -> Any:
     except _Refused as error:
         raise UnsafeCheckpointError(
             f"{source} asks for {printable(str(error)[:TEXT_CHARACTERS])}, which no checkpoint needs: refused, and "
-            "nothing of it was run; take a checkpoint that you know the writer of"
+            "none of its code was run; use a checkpoint whose writer you trust"
         ) from None
     except MALFORMED as error:
         raise CheckpointError(

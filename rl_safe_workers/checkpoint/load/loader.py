@@ -235,8 +235,8 @@ def load_value(archive: Archive) -> Any:
             return value
     except (*MALFORMED, RuntimeError, ImportError) as error:
         raise CheckpointError(
-            f"{archive.source} cannot be read: what it holds is damaged, or not of what is installed here "
-            f"({described(error)}); take another one"
+            f"{archive.source} cannot be read: it is damaged, or needs a class that is not installed here "
+            f"({described(error)}); use another checkpoint"
         ) from error
 
 
@@ -246,7 +246,7 @@ def _check_byte_order(archive: Archive) -> None:
     order = bytearray(min(archive.size("byteorder"), 16))
     archive.read_into("byteorder", order)
     if order != b"little":
-        raise ValueError("the bytes of a machine of another order")
+        raise ValueError("its byte order is not little-endian")
 
 
 class Blobs:

@@ -99,7 +99,10 @@ def _disagreement(key: str, held: Sequence[tuple[int, Entry]]) -> str | None:
 
 
 def _gap(key: str, held: Sequence[tuple[int, Entry]]) -> str | None:
-    """Finds elements that are written never, twice or outside. Leaves overlaps as large as the gaps to the audit."""
+    """Finds elements that no rank writes, that two ranks write, or that are outside the tensor.
+
+    A gap is not found if an overlap of the same size hides it. The audit finds both.
+    """
     chunks = [(rank, offset, shape) for rank, entry in held for offset, shape in entry.chunks]
     global_shape, ranks = held[0][1].global_shape, format_ranks(sorted({rank for rank, _ in held}))
     writers: dict[Index, int] = {}

@@ -275,7 +275,7 @@ class Saver:
             self._pending.advance()
 
     def poll(self) -> bool:
-        """Moves a save in the background on, without waiting. Not collective.
+        """Advances a background save, without waiting. Not collective.
 
         Ranks learn at different times that a save has failed. So this method only logs the failure, and `finish` raises
         it on every rank. That keeps the ranks in step.
@@ -474,7 +474,7 @@ class CheckpointSaves(Part):
         if (dist.get_rank(), dist.get_world_size()) != (self.rank.training_rank, self.rank.training_size):
             raise CheckpointError(
                 f"training rank {self.rank.training_rank} of {self.rank.training_size} is rank {dist.get_rank()} of "
-                f"{dist.get_world_size()} in the default group: leave it what init_world or carve_world made it"
+                f"{dist.get_world_size()} in the default group: keep the default group of init_world or carve_world"
             )
 
     def poll_checkpoint(self) -> bool:

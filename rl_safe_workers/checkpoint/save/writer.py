@@ -20,7 +20,7 @@ from rl_safe_workers.control.deadline import Thread
 from rl_safe_workers.errors import CheckpointError
 
 DIGEST = "crc32"
-"""CRC-32 finds damage by hardware. A stronger digest would take longer than a fast disk."""
+"""CRC-32 detects damage that faulty hardware causes. Computing a stronger digest would take longer than a fast disk."""
 
 _BUFFER_BYTES = 2**20
 """Size of the write buffer: torch.save writes a small tensor in some forty parts."""
@@ -64,7 +64,7 @@ class _DigestedFile:
 def _flushing(file: IO[bytes]) -> Iterator[Callable[[int], None]]:
     """Yields a function that takes the number of bytes written so far. A thread then syncs them, beside the body.
 
-    So the disk does not begin its work only at the last sync.
+    So the disk starts to write before the last sync.
 
     Raises:
         OSError: If a sync failed. The kernel reports a failed write only once, so the last sync would not report it.

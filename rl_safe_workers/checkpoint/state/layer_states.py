@@ -68,8 +68,8 @@ def layer_state_value(state: torch.Tensor, key: str) -> Any:
         made, _ = make_value(tree, _no_records)
     except (*MALFORMED, RuntimeError, ImportError) as error:
         raise CheckpointError(
-            f"{key} cannot be read: it is damaged, or not of what is installed here ({described(error)}); "
-            "take another checkpoint"
+            f"{key} cannot be read: it is damaged, or needs a class that is not installed here ({described(error)}); "
+            "use another checkpoint"
         ) from error
     return made
 

@@ -135,7 +135,7 @@ def _slice(window: Window, start: int, stop: int) -> Iterator[Window]:
     if not window.is_contiguous:
         raise CheckpointError(
             f"{place.key}: its sharded form is a strided view of the parameter, shape {window.shape}, strides "
-            f"{window.strides}, of which a data-parallel rank's range is no rectangle: use experts in separate tensors"
+            f"{window.strides}, so a data-parallel rank's range is not a rectangle: keep each expert in its own tensor"
         )
     first, last = max(start - window.start, 0), min(stop - window.start, size)
     for r in rectangles(first, last, window.shape):
@@ -150,7 +150,7 @@ def _of_state(window: Window, key: str, dtype: torch.dtype, replica: Index | Non
 
 
 def _replica_id(parameter: ShardedTensor, part: Any) -> Index:
-    """Returns the replica id of this rank's optimizer shard. The copy with only zeros is the one that is written.
+    """Returns the replica id of this rank's optimizer shard. Only the copy whose replica id is all zeros is written.
 
     The replica id of a parameter is (pipeline, tensor, data). The last is this rank's position among the ranks that
     hold the parameter. These ranks share one copy of its optimizer state, or form one group for each copy.
@@ -161,9 +161,9 @@ def _replica_id(parameter: ShardedTensor, part: Any) -> Index:
         if set(mine) <= set(holders) and holders.index(rank) == data:
             return pipeline, tensor, min(holders.index(other) for other in mine)
     raise CheckpointError(
-        f"{parameter.key}: rank {rank} calls itself number {data} of those that hold it, which is neither its "
-        f"data-parallel nor its expert-data-parallel rank, and shares its optimizer state with {mine}: use Megatron's "
-        "own groups for the layer"
+        f"{parameter.key}: the replica id of rank {rank} has data rank {data}, which is neither its data-parallel nor "
+        f"its expert-data-parallel rank. Ranks {mine} share its optimizer state: use Megatron's own groups for the "
+        "layer"
     )
 
 

@@ -191,7 +191,7 @@ def restore_state(chunks: Sequence[Any], optimizer: Any, state: dict[str, Any]) 
     if "rng_state" in state:
         set_rng_state(state["rng_state"])
     else:
-        logger.info("the random state of another layout is not taken over: it stays as the seed made it")
+        logger.info("the random state is not loaded, because it is of another layout; the state from the seed stays")
 
 
 def _put(live: dict[str, Any], loaded: dict[str, Any]) -> None:

@@ -166,7 +166,7 @@ class _Maker:
         return stream
 
     def text_as_bytes(self, text: Any = "", encoding: Any = "latin-1") -> bytes:
-        """Makes bytes from text, as which protocol 2 stores them."""
+        """Makes bytes from text. Pickle protocol 2 stores bytes as text."""
         if _of(encoding, str) not in ("latin1", "latin-1"):
             raise ValueError("an encoding that no pickle has")
         self._spend(copied=len(_of(text, str)))

@@ -136,7 +136,7 @@ def gather(
 
     Raises:
         RankError: The root cause, if a rank fails. The wait then ends after at most ``GRACE_S``, if not ``hears_all``.
-        PhaseTimeoutError: If ranks waited in vain for other ranks, or did not answer in time. It names the missing
+        PhaseTimeoutError: If ranks gave up waiting for other ranks, or did not answer in time. It names the missing
             ranks.
     """
     pending, replies = calls.unanswered, calls.replies

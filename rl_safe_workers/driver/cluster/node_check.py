@@ -59,7 +59,7 @@ def check_nodes(
     if failed := {name: facts["error"] for name, facts in found.items() if "error" in facts}:
         raise ClusterError("; ".join(f"node {name} cannot run a task: {error}" for name, error in failed.items()))
     if complaints := compare(found, code=node_probe.fingerprint()):
-        raise NodeMismatchError(f"the nodes of the cluster do not go together: {'; '.join(complaints)}")
+        raise NodeMismatchError(f"the nodes of the cluster differ: {'; '.join(complaints)}")
 
 
 @contextmanager

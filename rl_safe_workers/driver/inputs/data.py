@@ -104,8 +104,8 @@ class PromptLoader:
             raise DataError(f"cannot resume: the checkpoint has no usable data position ({wrong}); take another one")
         if state["num_prompts"] != len(self._dataset):
             raise DataError(
-                f"cannot resume: the checkpoint was at a dataset of {state['num_prompts']} prompts, data.train_files "
-                f"holds {len(self._dataset)}; use the files of the first run or trainer.resume_mode=disable"
+                f"cannot resume: the dataset of the checkpoint has {state['num_prompts']} prompts, data.train_files "
+                f"has {len(self._dataset)}; use the files of the first run or trainer.resume_mode=disable"
             )
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._make_order()

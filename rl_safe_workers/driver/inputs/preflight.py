@@ -82,7 +82,7 @@ def read_model_shape(config: ModelConfig) -> ModelShape:
         raise ModelError(f"model.path={path} is not a directory; give the directory that holds config.json")
     if config.create is None:
         raise ModelError(
-            f"model.path={path} does not exist; give a local Qwen3 or Qwen3-MoE directory, "
+            f"model.path={path} does not exist; give a local directory of a supported model (docs/checkpoints.md), "
             "or model.create={} to make a small seeded one there"
         )
     return _seeded_shape(config.create)
@@ -186,7 +186,8 @@ def _check_instances(config: RunConfig, layout: ParallelLayout) -> None:
             )
     if instances > 1 and config.trainer.save_freq > 0:
         raise ConfigError(
-            f"{key}={instances} with trainer.save_freq={config.trainer.save_freq}: saves know one instance only"
+            f"{key}={instances} with trainer.save_freq={config.trainer.save_freq}: saves support only one instance; "
+            f"set {key}=1, or trainer.save_freq=-1"
         )
 
 
@@ -195,7 +196,7 @@ def _check_files(config: RunConfig) -> None:
         if Path(name).suffix != ".parquet":
             raise DataError(f"data.train_files has {name}, which does not end in .parquet; convert it to parquet")
         if kind_at("data.train_files", name) != "file":
-            raise DataError(f"data.train_files has {name}, which does not exist or is no file; check the path")
+            raise DataError(f"data.train_files has {name}, which does not exist or is not a file; check the path")
     resume = config.trainer.resume_from_path
     if resume is not None and kind_at("trainer.resume_from_path", resume) != "folder":
         raise ConfigError(f"trainer.resume_from_path={resume} is not a directory; give a global_step_N directory")
@@ -212,9 +213,9 @@ def _check_places(config: RunConfig) -> None:
     for key, place in places.items():
         nearest = next(path for path in (place, *place.parents) if kind_at(key, path) is not None)
         if kind_at(key, nearest) != "folder":
-            raise ConfigError(f"{key}={place}: {nearest} is there and no folder; choose another place")
+            raise ConfigError(f"{key}={place}: {nearest} exists and is not a folder; choose another place")
         if key == "trainer.output_dir" and not os.access(nearest, os.W_OK | os.X_OK):
-            raise ConfigError(f"{key}={place}: {nearest} may not be written; choose another place")
+            raise ConfigError(f"{key}={place}: you have no permission to write to {nearest}; choose another place")
 
 
 def _check_cpus(config: RunConfig, cpus: float) -> None:

@@ -58,18 +58,19 @@ ON_RAY = ("ray", "verl")
 STRIKES_S, ENDS_S, EXPLAINS_S = 240.0, 120.0, 120.0
 HEAD = """# Diagnosis from outside
 
-Jobs that have never heard of this package, with the faults of [diagnosis](diagnosis.md). `rl-safe explain` looks at
-those that stand still, by the processes of torchrun's ranks or by Ray's actors. Of those that have ended it reads the
-log, and under Ray the session's logs. `scripts/test --outside` writes this page.
+These jobs do not use this package. They have the faults of [diagnosis](diagnosis.md). If a job stands still,
+`rl-safe explain` looks at the processes of torchrun's ranks, or at Ray's actors. If a job has ended, it reads the log
+and, under Ray, the logs of the session. `scripts/test --outside` writes this page.
 
 The hosts are a Megatron script of four ranks under torchrun, a job on Ray with two trainers and two rollout engines
 without a model, verl's own `main_ppo` with such engines, and ms-swift's own `megatron sft`. NeMo RL's worker needs a
 GPU, so it is not on this page. [Five of its jobs](nemo_rl.md#on-two-gpus) were looked at on two GPUs: four answers are
 right, and one names nobody.
 
-An answer is right if it names the faulty process alone. Beside it stands what a user reads without it. For a job that
-stands still that is `py-spy dump` of every rank: its lines, of which the faulty rank's are some. Ray and torchrun print
-nothing then. For a job that has ended it is the last line that names an error; the traceback of each rank is above it.
+An answer is right if it names only the faulty process. The last column shows what a user reads without the command. For
+a job that stands still, that is the output of `py-spy dump` for every rank, the faulty rank included. Ray and torchrun
+print nothing then. For a job that has ended, it is the last line that names an error. The traceback of each rank is
+above that line.
 
 torch's analysis of Flight Recorder files takes no part: gloo writes no such file, and NCCL needs GPUs.
 """
