@@ -155,13 +155,14 @@ class DirectLoad:
         self, bucket: Bucket, part: BucketPart, load: Callable[[Weights], Any], device: torch.device
     ) -> str | None:
         """Learns the copies of a bucket. Returns the reason why the plan cannot be used; None if there is none."""
-        weights = whole_weights(bucket, part, None, device=device)
-        watch = _Watch(bucket, part, weights)
         try:
+            weights = whole_weights(bucket, part, None, device=device)
+            watch = _Watch(bucket, part, weights)
             with torch.no_grad(), watch:
                 load(iter(weights))
         except Exception as error:
-            # For example, weights may have been packed and the model's own tensors emptied, which loaders refuse.
+            # For example, there is no memory for the weights, or they have been packed and the model's own tensors
+            # emptied, which loaders refuse.
             return f"the model's loaders do not work in place: {type(error).__name__}: {error}"
         if watch.other is not None:
             return f"the model's loaders do more than copy: {watch.other}"

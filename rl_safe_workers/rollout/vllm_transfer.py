@@ -28,6 +28,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import WeightSyncError
+from rl_safe_workers.lifecycle import Phase, timeout_setting
 from rl_safe_workers.ranks import joint_ids
 from rl_safe_workers.rollout.cuts import ONLY_RANK, BucketPart, EngineRank, engine_ranks, plan_parts
 from rl_safe_workers.rollout.direct_load import DirectLoad
@@ -38,7 +39,7 @@ from rl_safe_workers.rollout.read_back import ReadBack
 from rl_safe_workers.rollout.sync_proof import HeldWeights
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.gpu_pair import GpuPair
-from rl_safe_workers.worlds.joint_group import JointGroup, joint_world
+from rl_safe_workers.worlds.joint_group import JointGroup, joint_world, wait_for_stream
 from rl_safe_workers.worlds.store import connect_store
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,8 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
     _buckets: Sequence[tuple[Bucket, Sequence[BucketPart]]] = ()
     """All buckets of an update, each with the parts of the engine's ranks."""
     _rank: EngineRank = ONLY_RANK
+    _sync_timeout = timedelta()
+    """Longest wait for a bucket."""
     _plan: DirectLoad | None = None
     """Plan to load buckets without the model's loaders; None before the first update, or if no plan works."""
     obstacle: str | None = _NOT_TRIED
@@ -134,6 +137,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             sync_timeout=timedelta(seconds=init_info.sync_timeout_s),
             parts=self._rank.size,
         )
+        self._sync_timeout = timedelta(seconds=init_info.sync_timeout_s)
         specs = [WeightSpec(**{**fields, "shape": tuple(fields["shape"])}) for fields in init_info.specs]
         self._specs = specs
         ranks = engine_ranks(self._rank.size, init_info.kv_heads)
@@ -158,23 +162,23 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         """
         if self._group is None:
             raise WeightSyncError("this rollout rank has not joined the joint group")
-        self.held = None
-        if self._read_back is not None:
-            self._read_back.stop()
-        with _vllm_config(self.vllm_config):
-            if self._is_broken:
-                self._give_layers_back()
-            self._read_back = ReadBack(self.model, self._specs, self._rank) if update_info.prove else None
-            self._prepare()
-            # `finish_weight_update` resets it. An update by the plan can be repeated after a failure.
-            self._is_broken = self.obstacle is not None
-            try:
+        try:
+            self.held = None
+            if self._read_back is not None:
+                self._read_back.stop()
+            with _vllm_config(self.vllm_config):
+                if self._is_broken:
+                    self._give_layers_back()
+                self._read_back = ReadBack(self.model, self._specs, self._rank) if update_info.prove else None
+                self._prepare()
+                # `finish_weight_update` resets it. An update by the plan can be repeated after a failure.
+                self._is_broken = self.obstacle is not None
                 self._receive_buckets(self._group)
                 self._group.flush()
-            except Exception:
-                # With gloo, the other ranks then fail at once. With NCCL, they fail in `flush`.
-                self._leave(failed=True)
-                raise
+        except Exception:
+            # With gloo, the other ranks then fail at once. With NCCL, they fail in `flush`.
+            self._leave(failed=True)
+            raise
 
     def _receive_buckets(self, group: JointGroup | GpuPair) -> None:
         """Starts to load all buckets. Keeps no reference to their memory, which may be the trainer's."""
@@ -230,6 +234,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         if self._plan is not None and self.obstacle is None:
             self._plan.load(number, buffer)
             return
+        self._await_arrival()
         if self._plan is not None:
             self._plan.note(number, buffer)
         # vLLM keeps weights until their layer is complete, and this buffer is soon used again.
@@ -238,6 +243,16 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         self._reads.watch(weights, parts[self._rank.rank])
         with self._checked_reads():
             self.model.load_weights(iter(weights))
+
+    def _await_arrival(self) -> None:
+        """Waits until the current bucket has arrived.
+
+        The loaders launch thousands of copies. A CUDA stream that waits for a peer takes some 1,000 of them, and the
+        next launch would then wait without a deadline.
+        """
+        if self.device.type == "cuda" and not wait_for_stream(self.device, self._sync_timeout):
+            setting = timeout_setting(Phase.SYNC)
+            raise WeightSyncError(f"weights did not arrive in time: a peer is gone, or raise {setting}")
 
     @contextmanager
     def _checked_reads(self) -> Iterator[None]:

@@ -70,6 +70,26 @@ class _Run:
         )
 
 
+class _Counted:
+    """Items of weights, with the number of weights that were taken."""
+
+    def __init__(self, items: Items) -> None:
+        self._items, self._taken = items, 0
+
+    def __iter__(self) -> _Counted:
+        return self
+
+    def __next__(self) -> tuple[tuple[str, ...], Sequence[torch.Tensor]]:
+        item = next(self._items)
+        self._taken += len(item[0])
+        return item
+
+    def drain(self, number: int) -> None:
+        """Takes items until ``number`` weights were taken, or there are no more."""
+        while self._taken < number and next(self, None) is not None:
+            pass
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outgoing:
     """All weights in the order of sending, and the weights that this rank helps to make."""
@@ -213,7 +233,26 @@ class Outgoing:
 
         Raises:
             WeightSyncError: If a weight does not match its announcement.
+            RuntimeError: If there is no memory for a copy.
+
+        After an error it still takes the bucket's other weights: peers may wait for this rank in their collectives.
         """
+        counted = _Counted(weights)
+        try:
+            self._pack(bucket, counted, buffer, training_rank, parts, digests)
+        except Exception:
+            counted.drain(sum(spec.name in self.mine for spec in bucket.specs))
+            raise
+
+    def _pack(
+        self,
+        bucket: Bucket,
+        weights: Items,
+        buffer: torch.Tensor,
+        training_rank: int,
+        parts: Sequence[BucketPart],
+        digests: SentDigests | None,
+    ) -> None:
         number, end = 0, len(bucket.specs)
         if bucket.source != training_rank:
             while number < end:

@@ -101,7 +101,9 @@ class WeightSync(Part):
         door = self._entry.door
         with self.rank.lifecycle.enter(Phase.JOINT), nullcontext() if door is None else door.opened():
             self.leave(failed=generation > 0)
-            self._colocated, self._engine, self._buckets = colocated, tuple(engine), {}
+            if tuple(engine) != self._engine:
+                self._engine, self._buckets = tuple(engine), {}
+            self._colocated = colocated
             self.joint_group = (GpuPair if colocated else JointGroup)(
                 self.rank.control.of_world(
                     joint_world(generation),

@@ -30,8 +30,9 @@ from rl_safe_workers.ranks import Role
 
 BUFFERS = 2
 """Number of buffers. The rollout rank loads out of one while the trainer fills the other."""
-MEMORY_KEY = "memory"
-"""Key of the handle of the buffers in the store of the pair."""
+_MEMORY_KEY = "memory"
+"""First part of the key of the buffers' handle in the store of the pair. The number of the sync's first turn follows.
+So nobody can replay the handle of an earlier sync."""
 _HANDLE_KEYS = ("handle", "size", "offset", "counter", "counter_offset", "event", "waits_for_event")
 """The fields of ``UntypedStorage._share_cuda_`` after the device, seen in torch 2.11 to 2.13. Each rank uses a device
 index of its own."""
@@ -124,14 +125,18 @@ class GpuPair:
         self._shared = shared
         return [shared[number * size_bytes :][:size_bytes] for number in range(BUFFERS)]
 
+    @property
+    def _memory_key(self) -> str:
+        return f"{_MEMORY_KEY}/{self._turn}"
+
     def _allocate(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def _offer(self, shared: torch.Tensor) -> None:
-        self._mailbox.leave(MEMORY_KEY, describe_memory(shared).encode())
+        self._mailbox.leave(self._memory_key, describe_memory(shared).encode())
 
     def _map(self, size_bytes: int) -> torch.Tensor:
-        return map_memory(self._take(MEMORY_KEY), size_bytes=size_bytes, device=self._device)
+        return map_memory(self._take(self._memory_key), size_bytes=size_bytes, device=self._device)
 
     def broadcast(self, *parts: torch.Tensor, source: int) -> Callable[[], None]:
         """Passes a buffer from the trainer to its rollout rank. Collective over: the pair.
@@ -287,7 +292,7 @@ def map_memory(described: bytes, *, size_bytes: int, device: torch.device) -> to
             raise ValueError(f"reference counters in {counter!r}")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise WeightSyncError(
-            f"key {MEMORY_KEY!r} of the run's store holds no handle of the pair's memory "
+            f"a key {_MEMORY_KEY!r} of the run's store holds no handle of the pair's memory "
             f"({type(error).__name__}: {printable(str(error))[:200]}): somebody else has written to the store"
         ) from None
     torch.cuda.init()  # type: ignore[no-untyped-call]

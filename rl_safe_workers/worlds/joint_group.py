@@ -7,6 +7,7 @@ It is a bare process group on its own store prefix. It has no name from torch's 
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections import deque
@@ -20,19 +21,27 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from rl_safe_workers.control.board import forget_where
+from rl_safe_workers.control.bounded import failure_of, in_background
 from rl_safe_workers.control.deadline import Background, Deadline, DeadlineExceededError
 from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import NO_VERDICT, ControlPlane, Operation
 from rl_safe_workers.errors import RlSafeError, WeightSyncError, first_line, foreign_cause
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.lifecycle import Phase, timeout_setting
-from rl_safe_workers.ranks import RankId, Role
+from rl_safe_workers.ranks import RankId, Role, format_ranks
 
 logger = logging.getLogger(__name__)
 
 _ASK_S, _ABORT_S = 1e-4, 10.0
 _PREFIX, _WORLD = "joint", "joint group"
 _SHARE = 0.8
+_LATE = "did not connect in time"
+_AHEAD = 8
+"""Most unfinished broadcasts on a GPU for each part. A CUDA stream takes some 1,000 launches. With more, the launch
+itself would wait, without a deadline."""
+_CTAS = 64
+"""Most multiprocessors that all communicators of a rank use together, about half of an H100. They run at the same time.
+If they did not fit onto the GPU together, each could wait for another one's peer."""
 
 
 def joint_world(generation: int) -> str:
@@ -96,7 +105,11 @@ class JointGroup:
         self._works: deque[Any] = deque()
         """Broadcasts for which nobody has waited. Each keeps the connections open, so keep no reference elsewhere."""
         self._started = 0
-        failure = self._connect(prefix, _members_of_parts(control.members, parts), deadline.remaining())
+        self._under_way: deque[Any] = deque()
+        """On a GPU, the broadcasts that may not have ended. The current stream waits for them."""
+        self._deadline = Deadline.after(math.inf)
+        # The rest of the time is for the outcomes.
+        failure = self._connect(prefix, _members_of_parts(control.members, parts), deadline.share(_SHARE))
         try:
             self._compare_outcomes(control.begin("connected", phase=Phase.JOINT), failure, deadline)
         except RlSafeError:
@@ -110,39 +123,56 @@ class JointGroup:
         none goes on, before all have said how it went.
         """
         told = operation.exchange("told", "" if failure is None else failure.text, deadline)
-        if failure is not None:
+        if failure is not None and failure.text != _LATE:
             text = f"joint rank {self.joint_rank} could not join the joint group: {failure.text}"
             raise WeightSyncError(text, foreign=failure.foreign)
         for rank, text in told.items():
-            if text not in ("", NO_VERDICT):
+            if text not in ("", _LATE, NO_VERDICT):
                 text = f"joint rank {rank} could not join the joint group: {text}"
                 raise WeightSyncError(text, culprit=operation.members[rank])
-        if silent := [rank for rank, text in told.items() if text]:
+        # A rank that has died keeps the others from connecting, and is silent.
+        if silent := [rank for rank, text in told.items() if text == NO_VERDICT]:
             raise operation.late(silent, deadline, place="told")
+        if late := [rank for rank, text in told.items() if text]:
+            text = f"joint rank {format_ranks(late)} could not join the joint group: {_LATE}"
+            raise WeightSyncError(text, foreign=ForeignCause.TIMEOUT)
 
-    def _connect(self, store: Store, members: Sequence[Sequence[int]], timeout: timedelta) -> Failure | None:
+    def _connect(self, store: Store, members: Sequence[Sequence[int]], deadline: Deadline) -> Failure | None:
         """Returns what failed, not the exception: its traceback would keep the group."""
-        try:
+
+        def connect() -> None:
             for part, ranks in enumerate(members):
                 if self.joint_rank in ranks:
-                    of_part = PrefixStore(str(part), store)
-                    self._groups[part] = self._communicator(of_part, ranks.index(self.joint_rank), len(ranks), timeout)
-        except RuntimeError as error:
-            return _failure(error)
-        return self._wait(timeout) if self._device.type == "cuda" else None
+                    place = ranks.index(self.joint_rank), len(ranks)
+                    self._connect_part(part, PrefixStore(str(part), store), *place, len(members), deadline)
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
 
-    def _communicator(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+        try:
+            # On a thread, because NCCL connects without a deadline.
+            error = in_background(lambda: failure_of(connect), name="joining the joint group").wait(deadline)
+        except DeadlineExceededError:
+            return Failure(_LATE, foreign=ForeignCause.TIMEOUT)
+        if error is not None and foreign_cause(error) is ForeignCause.TIMEOUT:
+            return Failure(_LATE, foreign=ForeignCause.TIMEOUT)
+        return None if error is None else _failure(error)
+
+    def _connect_part(self, part: int, store: Store, rank: int, size: int, parts: int, deadline: Deadline) -> None:
+        group: Any
         if self._device.type != "cuda":
-            return dist.ProcessGroupGloo(store, rank, size, self._sync_timeout)
+            self._groups[part] = group = dist.ProcessGroupGloo(store, rank, size, deadline.remaining())
+            group._set_default_timeout(self._sync_timeout)
+            return
         # A copy into or out of the other buffer becomes ready together with a broadcast. Without priority it takes all
         # multiprocessors first, and the broadcast waits 0.1 to 0.17 ms for it (traced on an H100).
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        # NCCL's watchdog would end the whole process at its timeout; `flush` raises before that.
-        options._timeout = 2 * max(timeout, self._sync_timeout) + timedelta(seconds=60)
-        group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+        if parts > 1:
+            options.config.max_ctas = max(1, _CTAS // parts)
+        # NCCL's watchdog would end the whole process at its timeout; `broadcast` and `flush` raise before that.
+        options._timeout = 2 * max(deadline.remaining(), self._sync_timeout) + timedelta(seconds=60)
+        self._groups[part] = group = dist.ProcessGroupNCCL(store, rank, size, options)
         # Connect now: NCCL would connect at the first collective, in the middle of a run, when memory is full.
         group.broadcast(torch.zeros(1, device=self._device), 0).wait()
-        return group
 
     @property
     def is_open(self) -> bool:
@@ -176,16 +206,32 @@ class JointGroup:
                 the training world.
         """
         self._check_open()
+        failure = self._await_earlier()
         try:
-            for part, group in self._groups.items():
+            for part, group in self._groups.items() if failure is None else ():
                 if parts[part].numel():
                     self._works.append(group.broadcast(parts[part], source))
                     self._started += 1
         except RuntimeError as error:
             failure = _failure(error)
-        else:
+        if failure is None:
             return partial(self._finish, self._started)
         raise self._failed(failure)
+
+    def _await_earlier(self) -> Failure | None:
+        """Waits on a GPU until few broadcasts are under way; returns a failure if they do not end in time."""
+        deadline = self._deadline.at_most(_SHARE * self._sync_timeout)
+        try:
+            while len(self._under_way) > _AHEAD * len(self._groups):
+                if self._under_way[0].is_completed():
+                    self._under_way.popleft()
+                elif deadline.expired:
+                    return _timed_out(deadline.waited_s)
+                else:
+                    time.sleep(_ASK_S)
+        except RuntimeError as error:
+            return _failure(error)
+        return None
 
     def _finish(self, number: int) -> None:
         """Waits for the first ``number`` broadcasts."""
@@ -193,7 +239,11 @@ class JointGroup:
         failure = None
         while failure is None and len(self._works) > self._started - number:
             try:
-                self._works.popleft().wait()
+                if self._device.type == "cuda":
+                    self._under_way.append(self._works.popleft())
+                    self._under_way[-1].wait()
+                else:
+                    self._works.popleft().wait()
             except RuntimeError as error:
                 failure = _failure(error)
         # Raise outside the except block: the exception's traceback would keep the connections open.
@@ -230,22 +280,23 @@ class JointGroup:
         """Waits for the current stream. If that fails, gives up the group and returns the failure."""
         try:
             if wait_for_stream(self._device, timeout):
+                self._under_way.clear()
                 return None
-            setting = timeout_setting(Phase.SYNC)
-            text = f"timed out after {timeout.total_seconds():.1f} s: a peer is gone, or raise {setting}"
-            failure = Failure(text, foreign=ForeignCause.TIMEOUT)
+            failure = _timed_out(timeout.total_seconds())
         except RuntimeError as error:
             failure = _failure(error)
         self.abort()
         return failure
 
     def limit(self, timeout: timedelta) -> None:
-        """Does nothing, because `flush` bounds the wait. `GpuPair.limit` bounds all later waits of a pair together."""
+        """Sets a limit for the sum of all waits in `broadcast` from now on, until the next call."""
+        self._deadline = Deadline.after(timeout)
 
     def abort(self) -> None:
         """Gives up the group and its unfinished operations. Not collective; waits for 10 s at most; idempotent."""
         groups, self._groups = self._groups, {}
         self._works.clear()
+        self._under_way.clear()
         if self._device.type == "cuda":
             # At the same time: an abort may wait for a kernel that waits for another communicator (pytorch#119797).
             aborts = [Background(group.abort, name="aborting a joint group") for group in groups.values()]
@@ -267,6 +318,7 @@ class JointGroup:
         # Connections close with the last reference; shutdown alone leaves them open.
         groups, self._groups = self._groups, {}
         self._works.clear()
+        self._under_way.clear()
         for group in groups.values():
             group.shutdown()
 
@@ -284,7 +336,12 @@ def two_buffers(size_bytes: int, device: torch.device) -> list[torch.Tensor]:
     return [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
 
 
-def _failure(error: RuntimeError) -> Failure:
+def _timed_out(seconds: float) -> Failure:
+    text = f"timed out after {seconds:.1f} s: a peer is gone, or raise {timeout_setting(Phase.SYNC)}"
+    return Failure(text, foreign=ForeignCause.TIMEOUT)
+
+
+def _failure(error: Exception) -> Failure:
     return Failure(first_line(error), foreign=foreign_cause(error))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from rl_safe_workers.worlds.gpu_pair import MEMORY_KEY, GpuPair
+from rl_safe_workers.worlds.gpu_pair import GpuPair
 
 
 class FilePair(GpuPair):
@@ -18,10 +18,10 @@ class FilePair(GpuPair):
         return _open(self._file, size_bytes)
 
     def _offer(self, shared: torch.Tensor) -> None:
-        self._mailbox.leave(MEMORY_KEY, str(self._file).encode())
+        self._mailbox.leave(self._memory_key, str(self._file).encode())
 
     def _map(self, size_bytes: int) -> torch.Tensor:
-        return _open(Path(self._take(MEMORY_KEY).decode()), size_bytes)
+        return _open(Path(self._take(self._memory_key).decode()), size_bytes)
 
     @property
     def _file(self) -> Path:

@@ -108,16 +108,22 @@ def _pass_on(joint_rank: int, address: StoreAddress, folder: Path) -> dict[str, 
     """Passes several rounds on; between them, while everyone waits, each rank counts the store's keys."""
     store = connect_store(address, timeout=PATIENCE)
     group = _join(joint_rank, address, folder)
-    received, keys = [], []
+    received, keys, handles = [], [], []
     for name in ("counting", "counted"):
         _meet(store, name, 1)
     for turn in range(ROUNDS):
         keys.append(store.num_keys())
         _meet(store, "counted", 2 + turn)
         sent = _contents(joint_rank % PAIRS, turn)
+        handles.append(group._memory_key)
         received.append(_pass(group, sent if joint_rank < PAIRS else [bytes(len(one)) for one in sent]))
         _meet(store, "counting", 2 + turn)
-    return {"received": received, "keys": [*keys, store.num_keys()], "is_open": group.is_open}
+    return {
+        "received": received,
+        "keys": [*keys, store.num_keys()],
+        "handles": handles,
+        "is_open": group.is_open,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +131,12 @@ def passed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Two pairs after several rounds, by joint rank."""
     with served_store() as address:
         return values(run_ranks(_pass_on, SIZE, address, tmp_path_factory.mktemp("pairs")))
+
+
+def test_each_sync_has_a_key_of_its_own_for_the_handle(passed: list[dict[str, Any]]) -> None:
+    """So nobody can replay the handle of an earlier sync."""
+    assert len({*passed[0]["handles"]}) == ROUNDS
+    assert all(one["handles"] == passed[0]["handles"] for one in passed)
 
 
 @pytest.mark.parametrize("pair", range(PAIRS))

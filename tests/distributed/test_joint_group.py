@@ -26,7 +26,7 @@ from tests.distributed.ranks import Outcome, run_ranks, values
 from tests.distributed.worker import Worker, control_plane, run_config, served_store
 
 TRAINERS, JOINT_SIZE, BUCKET_BYTES = 4, 5, 200_000
-PATIENCE = timedelta(seconds=10)
+PATIENCE, SHORT = timedelta(seconds=10), timedelta(seconds=2)
 SYNC_S = 8.0
 
 
@@ -201,6 +201,22 @@ def test_a_rank_that_does_not_say_in_time_that_it_has_connected_is_named(address
     for outcome in run_ranks(_tell_too_late, 3, address)[::2]:
         assert isinstance(outcome.error, PhaseTimeoutError)
         assert outcome.error.missing == {RankId(Role.TRAINER, 1)}
+
+
+def _vanish_before_connecting(joint_rank: int, address: StoreAddress) -> float:
+    if joint_rank == 1:
+        JointGroup._connect = lambda *_: os._exit(1)  # type: ignore[method-assign]
+    control = control_plane(address, rank=joint_rank, size=3, trainers=2, world=joint_world(0))
+    began_s = time.monotonic()
+    with pytest.raises(PhaseTimeoutError) as caught:
+        JointGroup(control, generation=0, timeout=SHORT, device=torch.device("cpu"), sync_timeout=PATIENCE)
+    assert caught.value.missing == {RankId(Role.TRAINER, 1)}
+    return time.monotonic() - began_s
+
+
+def test_a_rank_that_dies_before_it_connects_is_named_in_time(address: StoreAddress) -> None:
+    waited = values(run_ranks(_vanish_before_connecting, 3, address)[::2])
+    assert max(waited) < PATIENCE.total_seconds() / 2
 
 
 def _flush(joint_rank: int, address: StoreAddress) -> list[Any]:

@@ -19,7 +19,7 @@ from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.ranks import joint_ids
 from rl_safe_workers.worlds.address import StoreAddress
-from rl_safe_workers.worlds.gpu_pair import MEMORY_KEY, GpuPair
+from rl_safe_workers.worlds.gpu_pair import GpuPair
 from rl_safe_workers.worlds.joint_group import joint_world
 from rl_safe_workers.worlds.store import connect_store, serve_store
 
@@ -116,8 +116,8 @@ def _map_forged(rank: int, address: StoreAddress, folder: str) -> None:
 
     class Forged(GpuPair):
         def _map(self, size_bytes: int) -> torch.Tensor:
-            self._take(MEMORY_KEY)
-            self._mailbox.leave(MEMORY_KEY, text.encode().hex().encode())
+            self._take(self._memory_key)
+            self._mailbox.leave(self._memory_key, text.encode().hex().encode())
             return super()._map(size_bytes)
 
     forged_pair = Forged(_control(1, address), generation=0, timeout=PATIENCE, device=torch.device("cuda", 0))

@@ -138,6 +138,18 @@ def test_the_second_weight_may_be_the_one_that_is_missing() -> None:
         packed(made, only_bucket(made), alone(ones("a")), training_rank=0)
 
 
+def test_a_failed_bucket_takes_its_weights_all_the_same() -> None:
+    """Peers may wait for this rank in the collectives that make them, and the next bucket begins with its own."""
+    weights = {name: torch.full((4,), float(number)) for number, name in enumerate("abcd")}
+    made = outgoing(weights)
+    first, second = plan_buckets(made.specs, bucket_bytes=32)
+    left = alone({**weights, "a": torch.ones(5)})
+    with pytest.raises(WeightSyncError, match="weight a float32"):
+        packed(made, first, left, training_rank=0)
+    received = dict(unpack(second, packed(made, second, left, training_rank=0)))
+    assert {name: tensor[0].item() for name, tensor in received.items()} == {"c": 2.0, "d": 3.0}
+
+
 def test_an_export_that_brings_all_to_all_is_sent_by_rank_0() -> None:
     weights = {"a": torch.ones(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
     made = Outgoing.of_all(lambda: iter(weights.items()))
