@@ -28,7 +28,7 @@ _ROWS_OF_8_BITS = 16
 _HOST_AND_PORT = re.compile(r"(?!\w+://)\S+:\d+")
 ABORT_S = 10.0
 """Seconds by which a teardown may exceed its timeout, to abort groups that cannot be destroyed."""
-HEARING_S = 1.0
+MIN_BOOTSTRAP_TIMEOUT_S = 1.0
 """Smallest timeout of the bootstrap, in seconds. A waiting rank needs half of it to learn of other ranks' failures."""
 
 
@@ -364,7 +364,7 @@ class ClusterConfig(Section):
 class PhaseTimeouts(Section):
     """Seconds that each phase of any host framework may take (see lifecycle.Phase)."""
 
-    bootstrap: Annotated[Seconds, Field(ge=HEARING_S)] = 300.0
+    bootstrap: Annotated[Seconds, Field(ge=MIN_BOOTSTRAP_TIMEOUT_S)] = 300.0
     """At least the time that ranks need to learn of each other's failures over the store."""
     logprob: Seconds = 1800.0
     train: Seconds = 1800.0

@@ -103,7 +103,7 @@ class CheckpointMismatchError(UsageError):
 class RunError(RlSafeError):
     """Something failed while running."""
 
-    may_pass = True
+    is_retryable = True
     """True if the same run may succeed when it is started again."""
 
     def __init__(
@@ -119,7 +119,7 @@ class RunError(RlSafeError):
 class LifecycleError(RunError):
     """A phase was entered before the phases that it depends on, or after teardown."""
 
-    may_pass = False
+    is_retryable = False
 
 
 def first_line(error: BaseException) -> str:
@@ -231,7 +231,7 @@ class PhaseTimeoutError(RunError):
         when = during(self.phase).removeprefix("in ")
         super().__init__(f"{when}: {who} within {waited_s:.1f} s{tail}; to wait longer raise {setting}")
 
-    def naming(self, culprits: Iterable[RankId]) -> PhaseTimeoutError:
+    def with_missing(self, culprits: Iterable[RankId]) -> PhaseTimeoutError:
         """Returns the same error with other missing ranks, e.g. without ranks that are known to wait themselves."""
         return PhaseTimeoutError(**self._plain(), awaited=self.awaited, missing=culprits)
 
@@ -414,7 +414,7 @@ class ClusterError(RunError):
 class NodeMismatchError(ClusterError):
     """Nodes that cannot run together: versions or code differ, or a node does not see the same files."""
 
-    may_pass = False
+    is_retryable = False
 
 
 class NodeLostError(RunError):
@@ -467,7 +467,7 @@ class DivergedError(RunError):
         step: Training step, counted from 1.
     """
 
-    may_pass = False
+    is_retryable = False
 
     def __init__(self, *, step: int, loss: float, grad_norm: float) -> None:
         self.step = step
@@ -486,7 +486,7 @@ class LogprobGapError(RunError):
         bound: The configured bound, in nats.
     """
 
-    may_pass = False
+    is_retryable = False
 
     def __init__(self, *, step: int, gap: float, bound: float) -> None:
         self.step, self.gap, self.bound = step, gap, bound
@@ -504,7 +504,7 @@ class Interrupted(RunError):
         signum: The signal number.
     """
 
-    may_pass = False
+    is_retryable = False
 
     def __init__(self, *, signum: int) -> None:
         self.signum = signum

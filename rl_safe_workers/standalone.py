@@ -27,7 +27,7 @@ from rl_safe_workers.comms.teardown import abort_groups
 from rl_safe_workers.config import ABORT_S, MegatronConfig, RlSafeConfig
 from rl_safe_workers.control.deadline import Deadline, attempt
 from rl_safe_workers.control.failure import Failure
-from rl_safe_workers.control.plane import NO_VERDICT
+from rl_safe_workers.control.plane import NO_OUTCOME
 from rl_safe_workers.diagnostics.answering import note_event
 from rl_safe_workers.diagnostics.blame import blame, blame_for_the_end, say_who_is_late
 from rl_safe_workers.diagnostics.neighbours import Neighbours
@@ -367,7 +367,7 @@ def _blame(script: _Script, failed: Mapping[int, str], *, is_well: bool) -> None
         return
     reports: dict[RankId, RunError] = {}
     attempt("reading the failures", lambda: reports.update(trainer.control.reported_failures()), timeout_s=_HEARD_S)
-    silent = [rank for rank, reason in failed.items() if reason == NO_VERDICT]
+    silent = [rank for rank, reason in failed.items() if reason == NO_OUTCOME]
     if reports and silent:
         neighbours.say(*blame(reports, silent=silent, among=neighbours))
     elif is_well and silent:

@@ -10,7 +10,7 @@ import ray
 
 from rl_safe_workers.adapters.driver_waits import last_line
 from rl_safe_workers.control.deadline import Deadline
-from rl_safe_workers.control.plane import NO_VERDICT
+from rl_safe_workers.control.plane import NO_OUTCOME
 from rl_safe_workers.diagnostics.blame import late_for_the_end
 from rl_safe_workers.errors import RunError
 from rl_safe_workers.lifecycle import Phase, timeout_setting
@@ -50,7 +50,7 @@ def end_of(calls: Sequence[Any], patience_s: float) -> GroupEnd:
             wrong.append(f"rank {ranks[done[0]]}: {last_line(error)}")
             continue
         wrong += [f"rank {other}: {text}" for other, text in sorted(failures.items())]
-        unheard.update(other for other, text in failures.items() if text == NO_VERDICT)
+        unheard.update(other for other, text in failures.items() if text == NO_OUTCOME)
         if unheard:
             deadline = deadline.at_most(_LATER_THAN_OTHERS)
     late = frozenset(ranks[call] for call in waiting)

@@ -20,7 +20,7 @@ from rl_safe_workers.adapters.shards import ShardWriter
 from rl_safe_workers.comms.megatron_groups import nccl_config, sizes_of_groups, world_options
 from rl_safe_workers.config import BootstrapConfig, MegatronConfig, RlSafeConfig
 from rl_safe_workers.control.deadline import attempt
-from rl_safe_workers.control.plane import NO_VERDICT
+from rl_safe_workers.control.plane import NO_OUTCOME
 from rl_safe_workers.diagnostics.blame import blame, blame_for_the_end
 from rl_safe_workers.diagnostics.neighbours import PATIENCE_S, Neighbours
 from rl_safe_workers.errors import (
@@ -279,14 +279,14 @@ class HostedTrainer:
             self.neighbours.leave()
 
     def _blame_for_the_end(self, failed: Mapping[int, str], waited_s: float) -> NoReturn:
-        """Reports the ranks that gave no verdict at the teardown, if any, and raises the error of the end.
+        """Logs the ranks that did not report at the teardown in time, if any, and raises the error of the end.
 
         Args:
             failed: The reason for each failure, by training rank.
             waited_s: Seconds that this rank has waited.
         """
         trainer = self.trainer
-        if silent := [rank for rank, reason in failed.items() if reason == NO_VERDICT]:
+        if silent := [rank for rank, reason in failed.items() if reason == NO_OUTCOME]:
             late, culprits, why = blame_for_the_end(
                 silent,
                 rank=trainer.training_rank,
@@ -333,10 +333,10 @@ class HostedTrainer:
         except Exception as lost:  # the caller raises the job's own error
             logger.warning("training rank %d: ending the groups: %s", trainer.training_rank, in_one_line(lost))
         if trainer.has_control:
-            self._say_where_it_began([rank for rank, reason in failed.items() if reason == NO_VERDICT])
+            self._say_where_it_began([rank for rank, reason in failed.items() if reason == NO_OUTCOME])
 
     def _say_where_it_began(self, silent: Collection[int]) -> None:
-        """Logs with which ranks the failure began, from the ranks' reports and those that gave no verdict."""
+        """Logs with which ranks the failure began, from the ranks' reports and those that did not report in time."""
         reports: dict[RankId, RunError] = {}
         attempt(
             "reading the failures",

@@ -51,18 +51,18 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     subject = _subject(arguments)
     from rl_safe_workers.doctor.examine import examine
 
-    diagnosis = examine(subject, _live if arguments.live else None)
+    examination = examine(subject, _live if arguments.live else None)
     if arguments.json:
         import sys
 
         from rl_safe_workers.doctor.output import write_json
 
-        write_json(diagnosis, sys.stdout)
+        write_json(examination, sys.stdout)
     else:
-        from rl_safe_workers.doctor.output import print_diagnosis
+        from rl_safe_workers.doctor.output import print_examination
 
-        print_diagnosis(diagnosis)
-    return int(diagnosis.stops)
+        print_examination(examination)
+    return int(examination.stops)
 
 
 def _subject(arguments: argparse.Namespace) -> Subject:

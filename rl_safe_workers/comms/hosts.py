@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from rl_safe_workers.control.deadline import Deadline
-from rl_safe_workers.control.plane import NO_VERDICT, ControlPlane
+from rl_safe_workers.control.plane import NO_OUTCOME, ControlPlane
 from rl_safe_workers.lifecycle import Phase
 
 _RDMA_DEVICES, _BOOT_ID = Path("/sys/class/infiniband"), Path("/proc/sys/kernel/random/boot_id")
@@ -75,4 +75,4 @@ def hosts_of_ranks(control: ControlPlane, *, phase: Phase, timeout: timedelta) -
     """
     operation = control.begin("hosts", phase=phase)
     found = operation.exchange("own", own_host(), Deadline.after(timeout))
-    return Hosts({rank: host for rank, host in found.items() if host != NO_VERDICT})
+    return Hosts({rank: host for rank, host in found.items() if host != NO_OUTCOME})

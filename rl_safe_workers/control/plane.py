@@ -2,7 +2,7 @@
 
     barrier             nobody goes on before all have come
     gathering           every rank reports, rank 0 decides, every rank learns of it
-    exchange_verdicts   every rank learns which ranks are well, failed or missing
+    exchange_outcomes   every rank learns which ranks are well, failed or missing
     report_failure      a rank leaves its failure in the store, for the diagnosis
     sign_off            rank 0, which owns the store, stays until nobody needs it any more
 
@@ -38,8 +38,8 @@ from rl_safe_workers.root_cause import report_from_text, report_of, report_to_te
 
 logger = logging.getLogger(__name__)
 
-NO_VERDICT = "gave no verdict"
-"""The text in `ControlPlane.exchange_verdicts` for a rank that has given no verdict."""
+NO_OUTCOME = "did not report in time"
+"""The text in `ControlPlane.exchange_outcomes` for a rank that has not reported its outcome in time."""
 
 
 class ControlPlane:
@@ -123,7 +123,7 @@ class ControlPlane:
         """Begins an operation of one step, in which every rank reports and rank 0 decides. As `begin`."""
         return self.begin(name, phase=phase).gathering("decision")
 
-    def exchange_verdicts(self, failure: str | None, *, phase: str, deadline: Deadline) -> dict[int, str]:
+    def exchange_outcomes(self, failure: str | None, *, phase: str, deadline: Deadline) -> dict[int, str]:
         """Tells the others whether this rank is well, and learns which ranks are not.
 
         Collective over: every rank of the world. It returns when the time is up, even if ranks are missing.
@@ -131,18 +131,18 @@ class ControlPlane:
         Args:
             failure: None if this rank is well, else its failure in one line.
             phase: The phase, for errors.
-            deadline: Longest wait for all verdicts.
+            deadline: Longest wait for all outcomes.
 
         Returns:
-            Failure by rank; empty if every rank is well. A rank without a verdict in time counts as failed. So does
+            Failure by rank; empty if every rank is well. A rank without an outcome in time counts as failed. So does
             rank 0 if its store is gone.
         """
         try:
-            operation = self.begin("verdicts", phase=phase)
-            verdicts = operation.exchange("given", failure or "", deadline)
+            operation = self.begin("outcomes", phase=phase)
+            outcomes = operation.exchange("given", failure or "", deadline)
         except StoreLostError:
             return {0: "has ended, and the run's store with it"}
-        return {rank: verdict for rank, verdict in verdicts.items() if verdict}
+        return {rank: outcome for rank, outcome in outcomes.items() if outcome}
 
     def sign_off(self, phase: str, deadline: Deadline) -> None:
         """Says that this rank no longer needs the store. Only rank 0, its owner, waits for all others.
@@ -294,7 +294,7 @@ class Operation:
         """Publishes this rank's text and waits for the texts of all others. Collective over: every rank of the world.
 
         Returns:
-            Text by rank; `NO_VERDICT` for a rank that has given none in time.
+            Text by rank; `NO_OUTCOME` for a rank that has given none in time.
         """
         if self.arrive(place, range(self.size), text):
             self.open(place)
@@ -307,7 +307,7 @@ class Operation:
             logger.info("phase %s: rank %s of %s has not answered within the timeout", self.phase, silent, self.world)
         else:
             self.forget_earlier()
-        return dict.fromkeys(range(self.size), NO_VERDICT) | found
+        return dict.fromkeys(range(self.size), NO_OUTCOME) | found
 
     def late(
         self, missing: Sequence[int], deadline: Deadline, *, place: str | None = None, key: str | None = None

@@ -349,7 +349,7 @@ def _root_of_astray(known: Reports, phase: str | None) -> RootCause | None:
         return None
     astray = frozenset(rank_id for rank_id, error in late.items() if error.phase != usual[0])
     told = next(error for error in late.values() if error.phase == usual[0])
-    return RootCause(told.naming(astray), culprits=astray, is_told=True) if astray <= told.missing else None
+    return RootCause(told.with_missing(astray), culprits=astray, is_told=True) if astray <= told.missing else None
 
 
 def _is_busy(one: RankProcess) -> bool:

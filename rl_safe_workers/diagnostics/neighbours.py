@@ -40,7 +40,7 @@ from rl_safe_workers.diagnostics.inquiry import RankProcess
 from rl_safe_workers.diagnostics.log_lines import Fault
 from rl_safe_workers.diagnostics.proc_facts import DISK_SLEEP, GONE, STOPPED_BY_SIGNAL
 from rl_safe_workers.diagnostics.rank_files import failure_file, read_failure, read_phase, read_place, read_stays
-from rl_safe_workers.diagnostics.stopped import Stop, StoppedProcess, StopWatch, read_stops, stopped_process
+from rl_safe_workers.diagnostics.stopped import Stop, StoppedProcess, StoppedProcessWatch, read_stops, stopped_process
 from rl_safe_workers.diagnostics.verdict_file import VERDICT_FILE, KeptVerdict, read_verdict
 from rl_safe_workers.errors import (
     OUTSIDE,
@@ -107,7 +107,7 @@ class Neighbours:
         """Modification time of the folder in ns when `_others` was listed."""
         self._has_left = self._watches_exit = False
         self._is_ending, self._has_spoken = threading.Event(), threading.Event()
-        watch = StopWatch(
+        watch = StoppedProcessWatch(
             self.folder, stop_limit_s, self._stopped_after_me, before_end=self._judge_stop, spared=self._take_back
         )
         answer_when_asked(self.folder, trainer_id(rank), look=watch.look_or_tell if stop_limit_s > 0 else lambda: None)

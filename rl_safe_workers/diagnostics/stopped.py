@@ -269,7 +269,7 @@ def _record_of(folder: Path, process: StoppedProcess) -> Path:
     return folder / f"stopped_{process.pid}.json"
 
 
-class StopWatch:
+class StoppedProcessWatch:
     """Looks at processes, reports the stopped ones, and ends those that stay stopped."""
 
     def __init__(
@@ -364,7 +364,7 @@ class MachineWatch:
             node: Watches only processes that also carry the mark of this node; None: all of the run.
         """
         self._ends = threading.Event()
-        self._watch = StopWatch(folder, limit_s, partial(stopped_processes, run_id, folder, node))
+        self._watch = StoppedProcessWatch(folder, limit_s, partial(stopped_processes, run_id, folder, node))
         self._thread = start_thread("stop-watch", self._run) if limit_s > 0 else None
 
     def _run(self) -> None:

@@ -24,7 +24,7 @@ HERE: tuple[Check[Any], ...] = (VERSIONS, MACHINE, ENVIRONMENT, STORAGE, CHILDRE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
+class Examination:
     """The result of an examination.
 
     Example: ``examine(subject)``
@@ -47,7 +47,7 @@ def checks_for(subject: Subject) -> Iterator[Check[Any]]:
     yield RAY_HERE if subject.ray == LOCAL_RAY else RAY_CLUSTER
 
 
-def examine(subject: Subject, live: Callable[[Subject], Live] | None = None) -> Diagnosis:
+def examine(subject: Subject, live: Callable[[Subject], Live] | None = None) -> Examination:
     """Makes every check, each within its own deadline.
 
     Args:
@@ -60,7 +60,7 @@ def examine(subject: Subject, live: Callable[[Subject], Live] | None = None) -> 
         stopped = [finding.code for report in reports for finding in report.findings if stops([finding])]
         found = Live(report=_not_tried(stopped)) if stopped else live(subject)
         reports.append(found.report)
-    return Diagnosis(
+    return Examination(
         facts=tuple(fact for report in reports for fact in report.facts),
         findings=tuple(worst_first(finding for report in reports for finding in report.findings)),
         live=found,

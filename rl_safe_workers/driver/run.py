@@ -254,7 +254,7 @@ class Job:
             failure = RunError(
                 f"{self._run_dir} cannot be written: {error}; free some space on its disk, or change trainer.output_dir"
             )
-            failure.may_pass = False
+            failure.is_retryable = False
             raise failure from error
 
     def _attempt(self, log: MetricsLog) -> None:
@@ -265,7 +265,7 @@ class Job:
                 self._train_again(log, last)
                 return
             except RunError as error:
-                if not error.may_pass:
+                if not error.is_retryable:
                     raise
                 last = self._keep_evidence(error, self._run_dir / f"attempt_{number}")
                 self._take_down()

@@ -353,7 +353,7 @@ FIELDS = (
 )
 BY_NAME: Mapping[str, Field] = {field.name: field for field in FIELDS}
 
-HABITS: Mapping[str, Mapping[str, Any]] = {
+HOST_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "rl-safe": {
         "default_group": "training",
         "device_id": False,

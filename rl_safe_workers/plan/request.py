@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rl_safe_workers.errors import ConfigError, LayoutError
-from rl_safe_workers.plan.fields import BY_NAME, FIELDS, HABITS
+from rl_safe_workers.plan.fields import BY_NAME, FIELDS, HOST_DEFAULTS
 from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.topology.layout import SETTINGS, WORLD_KEY, ParallelLayout, check_layout, divisors
 
@@ -162,12 +162,12 @@ def make_request(source: Source, *, host: str = "megatron") -> Request:
         for field in FIELDS
         if source.values.get(field.name) is not None
     }
-    habits = HABITS[given.setdefault("host", host)]
+    habits = HOST_DEFAULTS[given.setdefault("host", host)]
     facts = {field.name: given.get(field.name, habits.get(field.name, field.default)) for field in FIELDS}
     if facts["host"] == "ms-swift" and "sends" not in given:
         # batch_p2p_comm is on without virtual stages (swift/megatron/arguments/megatron_args.py:1116).
         facts["sends"] = "batched" if facts["vpp"] is None else "one by one"
-    facts |= _people(given, facts, source)
+    facts |= _rank_counts(given, facts, source)
     layout = _layout(facts, source)
     _check_instances(layout, facts["optimizer_instances"], source)
     _check_pipeline(facts, source)
@@ -176,7 +176,7 @@ def make_request(source: Source, *, host: str = "megatron") -> Request:
     return Request(**kept, source=source, layout=layout)
 
 
-def _people(given: Mapping[str, Any], facts: Mapping[str, Any], source: Source) -> dict[str, int]:
+def _rank_counts(given: Mapping[str, Any], facts: Mapping[str, Any], source: Source) -> dict[str, int]:
     """Returns the numbers of trainers and rollout ranks."""
     world, trainers, rollouts = given.get("world"), given.get("trainers"), given.get("rollouts")
     if facts["colocated"]:

@@ -73,7 +73,7 @@ def verl_source(arguments: Sequence[str]) -> Source:
     config = _to_config(layers, host="verl")
     names = {field.name: field.verl for field in FIELDS if field.verl}
     values = {"host": "verl", **_selected(config, names)}
-    _add_verl_people(values, names, config)
+    _add_verl_rank_counts(values, names, config)
     _add_verl_sharding(values, names, config)
     return Source(name="verl", values=values, keys=names)
 
@@ -91,7 +91,7 @@ def nemo_rl_source(arguments: Sequence[str]) -> Source:
     config = _to_config([*files, *settings], host="nemo-rl")
     names = {field.name: field.nemo_rl for field in FIELDS if field.nemo_rl}
     values = {"host": "nemo-rl", **_selected(config, names)}
-    _add_nemo_rl_people(values, names, config)
+    _add_nemo_rl_rank_counts(values, names, config)
     _add_nemo_rl_engines(values, names, config)
     if not _is_there(values.get("model")):
         values.pop("model", None)  # the name of a model on a hub, which we do not look up
@@ -114,7 +114,7 @@ def _is_launcher(argument: str) -> bool:
     return argument in _LAUNCHERS or argument.startswith(("verl.trainer.", "--config")) or argument.endswith(".py")
 
 
-def _add_verl_people(values: dict[str, Any], names: dict[str, str], config: DictConfig) -> None:
+def _add_verl_rank_counts(values: dict[str, Any], names: dict[str, str], config: DictConfig) -> None:
     """Adds the numbers of ranks. Trainers use ``trainer.nnodes`` nodes; rollouts share them or have their own nodes."""
     nodes = _count(config, "trainer.nnodes", default=1)
     size = _count(config, "trainer.n_gpus_per_node", default=8)
@@ -128,7 +128,7 @@ def _add_verl_people(values: dict[str, Any], names: dict[str, str], config: Dict
         values.pop("model", None)  # a path on the cluster, or a name on a hub
 
 
-def _add_nemo_rl_people(values: dict[str, Any], names: dict[str, str], config: DictConfig) -> None:
+def _add_nemo_rl_rank_counts(values: dict[str, Any], names: dict[str, str], config: DictConfig) -> None:
     """Adds the numbers of ranks. Trainers use the cluster's nodes without those of a non-colocated generation."""
     nodes = _count(config, "cluster.num_nodes", default=1)
     size = _count(config, "cluster.gpus_per_node", default=8)

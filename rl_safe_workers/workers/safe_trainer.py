@@ -99,16 +99,16 @@ class SafeTrainer(TrainingRank):
         self.memory = MemoryWatch(f"training rank {training_rank}", device, first_here=is_first_here(training_rank))
         # A background save may need the bootstrap's result. The offloader comes last, to refuse only what then remains.
         self.parts = (self.comms, self.saves, self.offloader)
-        self._verdict: dict[int, str] | None = None
+        self._outcome: dict[int, str] | None = None
 
     def add_part(self, part: Part) -> None:
         """Adds a host's own part, which each phase calls after all other parts."""
         self.parts = (*self.parts, part)
 
     def teardown(self, failure: str | None = None) -> dict[int, str]:
-        """Exchanges verdicts, then destroys every group if all is well. Idempotent; also after a partial set-up.
+        """Exchanges outcomes, then destroys every group if all is well. Idempotent; also after a partial set-up.
 
-        Collective over: the training world. If a rank failed, gave no verdict, or does not arrive after its verdict,
+        Collective over: the training world. If a rank failed, did not report in time, or does not arrive after that,
         this rank aborts its groups: to destroy them, NCCL would wait for that rank. The process can exit after that. If
         the ranks of a host's world have not met, this rank aborts its groups without an exchange.
 
@@ -124,16 +124,16 @@ class SafeTrainer(TrainingRank):
             PhaseTimeoutError: If a rank that was well does not come in time; names it.
         """
         with self.lifecycle.enter(Phase.TEARDOWN):
-            if self._verdict is not None:
-                return self._verdict
+            if self._outcome is not None:
+                return self._outcome
             try:
-                self._verdict = self._end(failure)
+                self._outcome = self._end(failure)
             except BaseException as error:
-                self._verdict = {self.training_rank: in_one_line(error)}
+                self._outcome = {self.training_rank: in_one_line(error)}
                 if self.has_world:
                     abort_groups(self.world, timeout=_ABORT)
                 raise
-            return self._verdict
+            return self._outcome
 
     def _end(self, failure: str | None) -> dict[int, str]:
         """Ends everything as `teardown`, for the first time. If it raises, groups may be left."""
@@ -146,7 +146,7 @@ class SafeTrainer(TrainingRank):
         failure = self._finish_everything() if failure is None else self._give_up_everything(failure)
         self.deadline = Deadline.after(self.timeout(Phase.TEARDOWN))
         failure = self._leave_joint_group(failure)
-        failed = self.control.exchange_verdicts(failure, phase=Phase.TEARDOWN, deadline=self.deadline)
+        failed = self.control.exchange_outcomes(failure, phase=Phase.TEARDOWN, deadline=self.deadline)
         if failed:
             # Log no warning and no names: a failed rank may only have waited. The verdict comes later.
             logger.info("teardown: groups are aborted, because not every rank is well")
@@ -162,7 +162,7 @@ class SafeTrainer(TrainingRank):
         """Lets the parts finish work that must not overlap the teardown; returns the failure, or None."""
         try:
             self.before(Phase.TEARDOWN)
-        except Exception as error:  # the other ranks wait for this rank's verdict
+        except Exception as error:  # the other ranks wait for this rank's outcome
             text = in_one_line(error)
             logger.warning("teardown: %s", text)
             return text
@@ -188,6 +188,6 @@ class SafeTrainer(TrainingRank):
         """Lets the parts tell waiting ranks that this rank has failed; returns the failure."""
         try:
             self.abort(failure)
-        except Exception as error:  # the other ranks wait for this rank's verdict
+        except Exception as error:  # the other ranks wait for this rank's outcome
             logger.warning("teardown: giving up unfinished work: %s", in_one_line(error))
         return failure

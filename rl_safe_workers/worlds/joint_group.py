@@ -24,7 +24,7 @@ from rl_safe_workers.control.board import forget_where
 from rl_safe_workers.control.bounded import failure_of, in_background
 from rl_safe_workers.control.deadline import Background, Deadline, DeadlineExceededError
 from rl_safe_workers.control.failure import Failure
-from rl_safe_workers.control.plane import NO_VERDICT, ControlPlane, Operation
+from rl_safe_workers.control.plane import NO_OUTCOME, ControlPlane, Operation
 from rl_safe_workers.errors import RlSafeError, WeightSyncError, first_line, foreign_cause
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.lifecycle import Phase, timeout_setting
@@ -127,11 +127,11 @@ class JointGroup:
             text = f"joint rank {self.joint_rank} could not join the joint group: {failure.text}"
             raise WeightSyncError(text, foreign=failure.foreign)
         for rank, text in told.items():
-            if text not in ("", _LATE, NO_VERDICT):
+            if text not in ("", _LATE, NO_OUTCOME):
                 text = f"joint rank {rank} could not join the joint group: {text}"
                 raise WeightSyncError(text, culprit=operation.members[rank])
         # A rank that has died keeps the others from connecting, and is silent.
-        if silent := [rank for rank, text in told.items() if text == NO_VERDICT]:
+        if silent := [rank for rank, text in told.items() if text == NO_OUTCOME]:
             raise operation.late(silent, deadline, place="told")
         if late := [rank for rank, text in told.items() if text]:
             text = f"joint rank {format_ranks(late)} could not join the joint group: {_LATE}"

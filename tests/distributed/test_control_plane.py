@@ -33,7 +33,7 @@ def _decide(plane: ControlPlane) -> Any:
 
 
 def _verdicts(plane: ControlPlane) -> Any:
-    return plane.exchange_verdicts(None, phase="save", deadline=Deadline.after(PATIENCE_S))
+    return plane.exchange_outcomes(None, phase="save", deadline=Deadline.after(PATIENCE_S))
 
 
 def _die_in_the_second(rank: int, address: StoreAddress, call: Callable[[ControlPlane], Any], dying: int) -> Any:
@@ -58,7 +58,7 @@ def test_a_rank_that_dies_is_named_by_the_others(
 
 def test_a_rank_that_dies_has_given_no_verdict(address: StoreAddress) -> None:
     zero, _, two = run_ranks(_die_in_the_second, SIZE, address, _verdicts, 1)
-    assert values([zero, two]) == [{1: "gave no verdict"}] * 2
+    assert values([zero, two]) == [{1: "did not report in time"}] * 2
 
 
 def _outlive_the_store(rank: int, file: Path, call: Callable[[Worker], Any]) -> Any:

@@ -45,7 +45,7 @@ def _work(rank: int, address: StoreAddress, root: Path) -> dict[str, Any]:
             )
         )
         seen["verdicts"].append(
-            _outcome(lambda: control.exchange_verdicts(None, phase="train", deadline=Deadline.after(PATIENCE_S)))
+            _outcome(lambda: control.exchange_outcomes(None, phase="train", deadline=Deadline.after(PATIENCE_S)))
         )
         state = state_of(rank, step=turn, ep=1, size=SIZE)
         if saving.saver.in_flight:
@@ -109,7 +109,7 @@ def test_no_forged_decision_is_taken_and_no_rank_hangs(address: StoreAddress, tm
                 kind, found = seen[name][turn]
                 assert kind != "value" or found == expected, (name, found)
             kind, verdicts = seen["verdicts"][turn]
-            assert kind != "value" or set(verdicts.values()) <= {"gave no verdict"}, verdicts
+            assert kind != "value" or set(verdicts.values()) <= {"did not report in time"}, verdicts
             kind, path = seen["save"][turn]
             if kind == "value":
                 assert read_manifest(Path(path)).step == turn + 1

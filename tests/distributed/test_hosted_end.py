@@ -112,5 +112,5 @@ def _leaves_before_the_other(rank: int, address: StoreAddress, config: RunConfig
 
 def test_a_rank_that_does_not_end_with_the_others_is_named_and_blamed(address, config) -> None:
     (error, said), _silent = values(run_ranks(_leaves_before_the_other, 2, address, config))
-    assert error == "this rank succeeded, but the job has failed: training rank 1: gave no verdict"
+    assert error == "this rank succeeded, but the job has failed: training rank 1: did not report in time"
     assert said == [{trainer_id(1)}]

@@ -182,7 +182,7 @@ def _one_is_silent(rank: int, address: StoreAddress, config: RunConfig) -> dict[
 def test_a_rank_without_a_verdict_counts_as_failed_once_the_time_is_up(address, config) -> None:
     *others, _silent = values(run_ranks(_one_is_silent, SIZE, address, config))
     for end in others:
-        assert end["failed"] == {3: "gave no verdict"}
+        assert end["failed"] == {3: "did not report in time"}
         assert end["collectives"] == 0
         assert TEARDOWN_S <= end["took_s"] < TEARDOWN_S + 1
 

@@ -25,11 +25,11 @@ def reach_decision(plane: ControlPlane) -> Any:
     return plane.gathering("vote", phase="save").settle(Deadline.after(SHORT_S), report=plane.rank, decide=list)
 
 
-def exchange_verdicts(plane: ControlPlane) -> Any:
-    return plane.exchange_verdicts(None, phase="teardown", deadline=Deadline.after(SHORT_S))
+def exchange_outcomes(plane: ControlPlane) -> Any:
+    return plane.exchange_outcomes(None, phase="teardown", deadline=Deadline.after(SHORT_S))
 
 
-OPERATIONS = {"barrier": reach_barrier, "decide": reach_decision, "verdicts": exchange_verdicts}
+OPERATIONS = {"barrier": reach_barrier, "decide": reach_decision, "verdicts": exchange_outcomes}
 
 
 def read_key(store: Any, key: str) -> bytes:

@@ -44,7 +44,7 @@ def _decide(plane: ControlPlane, seconds: float = LONG_S, **arguments: Any) -> A
 
 
 def _verdicts(plane: ControlPlane, seconds: float = LONG_S, failure: str | None = None) -> dict[int, str]:
-    return plane.exchange_verdicts(failure, phase="teardown", deadline=Deadline.after(seconds))
+    return plane.exchange_outcomes(failure, phase="teardown", deadline=Deadline.after(seconds))
 
 
 def test_a_barrier_holds_everyone_until_the_last_has_come(world) -> None:
@@ -152,7 +152,7 @@ def test_a_rank_that_gives_up_takes_its_report_back(world) -> None:
 def test_verdicts_name_who_is_not_well_and_who_gave_none(world) -> None:
     assert world.each(_verdicts) == [{}] * 3
     assert world.each(lambda plane: _verdicts(plane, failure="no" if plane.rank == 2 else None)) == [{2: "no"}] * 3
-    assert world.each(lambda plane: _verdicts(plane, SHORT_S), ranks=[0, 2]) == [{1: "gave no verdict"}] * 2
+    assert world.each(lambda plane: _verdicts(plane, SHORT_S), ranks=[0, 2]) == [{1: "did not report in time"}] * 2
 
 
 def test_only_the_owner_waits_for_those_who_sign_off(world) -> None:

@@ -87,7 +87,7 @@ def test_ranks_that_are_no_ranges_are_refused(text: object) -> None:
 
 def test_a_timeout_can_name_fewer_ranks() -> None:
     error = late(WORLD, *trainer_ids([1, 2, 3]), detail="x")
-    fewer = error.naming([trainer_id(3)])
+    fewer = error.with_missing([trainer_id(3)])
     assert vars(fewer) == {**vars(error), "missing": frozenset({trainer_id(3)})}
     assert "rank 3 of training world" in str(fewer)
     assert error.missing == set(trainer_ids([1, 2, 3]))

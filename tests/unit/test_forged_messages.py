@@ -51,7 +51,7 @@ def test_a_rank_that_has_not_come_is_never_taken_for_one_that_has(operation: str
         else:
             # Verdicts alone end without an error.
             assert operation == "verdicts"
-            assert outcome[ABSENT] == "gave no verdict"
+            assert outcome[ABSENT] == "did not report in time"
     assert time.monotonic() - started_s < 20 * SHORT_S
 
 
@@ -64,7 +64,7 @@ def test_with_all_there_the_outcome_is_theirs_or_an_error_that_names_a_key(
         if isinstance(outcome, PhaseTimeoutError) or outcome == expected:
             continue  # waited for a rank that has met a forged key
         if operation == "verdicts" and isinstance(outcome, dict):
-            assert set(outcome.values()) <= {"gave no verdict"}
+            assert set(outcome.values()) <= {"did not report in time"}
         else:
             assert names_a_key(outcome), outcome
 
@@ -87,7 +87,7 @@ def test_what_is_removed_delays_a_run_and_decides_nothing(world: SmallWorld) -> 
         if isinstance(outcome, Exception):
             assert names_a_key(outcome), outcome
         else:
-            assert outcome[ABSENT] == "gave no verdict"
+            assert outcome[ABSENT] == "did not report in time"
 
 
 def test_a_counter_that_was_bumped_or_forged_is_named_and_not_taken(world: SmallWorld) -> None:

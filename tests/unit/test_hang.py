@@ -449,7 +449,7 @@ def test_a_rank_in_a_collective_waits_for_those_that_are_in_none(start: Start, t
         "all_reduce of EXPERT_GROUP: training rank 0 arrived, training rank 1, rollout rank 0 did not" in hang.verdict
     )
     assert hang.culprits == {trainer_id(1), R0}
-    assert error.naming(hang.culprits).missing == {trainer_id(1), R0}
+    assert error.with_missing(hang.culprits).missing == {trainer_id(1), R0}
     assert error.missing == {trainer_id(0), trainer_id(1), R0}
 
 

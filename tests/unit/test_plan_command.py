@@ -15,7 +15,7 @@ import pytest
 
 from rl_safe_workers.cli.main import main
 from rl_safe_workers.errors import ConfigError
-from rl_safe_workers.plan.fields import BY_NAME, FIELDS, HABITS, HOSTS
+from rl_safe_workers.plan.fields import BY_NAME, FIELDS, HOST_DEFAULTS, HOSTS
 from rl_safe_workers.plan.request import Request, Source, make_request
 from rl_safe_workers.plan.sources import nemo_rl_source, recipe_source, verl_source
 
@@ -306,9 +306,9 @@ def test_every_fact_of_a_recipe_has_a_key_that_exists() -> None:
 
 
 def test_each_host_has_habits_for_the_same_facts() -> None:
-    assert HABITS.keys() == set(HOSTS)
-    assert len({frozenset(habits) for habits in HABITS.values()}) == 1
-    for habits in HABITS.values():
+    assert HOST_DEFAULTS.keys() == set(HOSTS)
+    assert len({frozenset(habits) for habits in HOST_DEFAULTS.values()}) == 1
+    for habits in HOST_DEFAULTS.values():
         for name, value in habits.items():
             assert value is None or BY_NAME[name].parse(value, key=name) == value
 

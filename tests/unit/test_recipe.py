@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from rl_safe_workers.config import HEARING_S, AdvEstimator, ClusterConfig, ResumeMode, RunConfig, SeededModelConfig
+from rl_safe_workers.config import (
+    MIN_BOOTSTRAP_TIMEOUT_S,
+    AdvEstimator,
+    ClusterConfig,
+    ResumeMode,
+    RunConfig,
+    SeededModelConfig,
+)
 from rl_safe_workers.control import supervision
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.recipe import load_recipe, ray_address, to_yaml
@@ -497,4 +504,4 @@ def test_a_value_out_of_all_measure_is_refused_soon(write: Write, override: str,
 
 
 def test_a_bootstrap_has_twice_the_time_in_which_ranks_look_for_failures() -> None:
-    assert 2 * supervision._SLICE.total_seconds() == HEARING_S
+    assert 2 * supervision._SLICE.total_seconds() == MIN_BOOTSTRAP_TIMEOUT_S

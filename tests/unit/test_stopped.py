@@ -24,8 +24,8 @@ from rl_safe_workers.diagnostics.stopped import (
     MachineWatch,
     Stop,
     StoppedProcess,
+    StoppedProcessWatch,
     StopTimes,
-    StopWatch,
     forget_stops,
     read_stops,
     stopped_processes,
@@ -62,7 +62,7 @@ def test_a_look_that_fails_each_time_is_told_once(tmp_path: Path, caplog: pytest
             raise failure
         return []
 
-    watch = StopWatch(tmp_path, LIMIT_S, find)
+    watch = StoppedProcessWatch(tmp_path, LIMIT_S, find)
     for _ in range(5):
         watch.look_or_tell()
     assert len(caplog.records) == 2

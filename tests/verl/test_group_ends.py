@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from rl_safe_workers.adapters.group_ends import GroupEnd, end_of, error_of
-from rl_safe_workers.control.plane import NO_VERDICT
+from rl_safe_workers.control.plane import NO_OUTCOME
 from rl_safe_workers.errors import PhaseTimeoutError, RunError
 from rl_safe_workers.ranks import trainer_id
 
@@ -41,7 +41,7 @@ def test_a_group_that_ends_together_has_no_error() -> None:
 
 def test_a_rank_that_others_wait_for_in_vain_is_not_waited_for_much_longer() -> None:
     # The third one is well, and takes long to abort its groups.
-    end = end_of([_answer.remote({1: NO_VERDICT}), _hang.remote(), _hang.remote()], LONG_S)
+    end = end_of([_answer.remote({1: NO_OUTCOME}), _hang.remote(), _hang.remote()], LONG_S)
     assert end.waited_s < LONG_S / 2
     error = error_of([end])
     assert isinstance(error, PhaseTimeoutError)

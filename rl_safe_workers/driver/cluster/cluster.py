@@ -342,7 +342,7 @@ class Cluster:
         logs = folder / "ray_logs"
         attempt("keeping Ray's logs", lambda: self._keep_logs(logs, 0.8 * patience_s), timeout_s=patience_s)
         if hang is not None and hang.culprits is not None and isinstance(failure, PhaseTimeoutError):
-            return failure.naming(hang.culprits)
+            return failure.with_missing(hang.culprits)
         return self._seen(failure) if stop is None else stop
 
     def why_lost(self, failure: RunError, rank_id: RankId) -> str:

@@ -145,7 +145,7 @@ def _no_answer(address: str, asked: str, timeout_s: float, reason: str) -> Phase
         setting="rl_safe.timeouts.start",
         detail=f"{address}, of cluster.ray_address={asked}: {reason}",
     )
-    error.may_pass = False  # the abandoned thread may still be trying to join
+    error.is_retryable = False  # the abandoned thread may still be trying to join
     return error
 
 
