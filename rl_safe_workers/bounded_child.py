@@ -156,7 +156,7 @@ def _cause_of_death(returncode: int, limits: Limits, complaints: BinaryIO) -> st
     said = complaints.read(_BLOCK_BYTES).decode(errors="replace").strip().splitlines()
     if returncode < 0:
         name = signal.Signals(-returncode).name
-        blame = "is the host short of memory?" if returncode == -signal.SIGKILL else "take another one"
+        blame = "is the host short of memory?" if returncode == -signal.SIGKILL else "use another one"
         return f"its reader was killed by {name}; {blame}"
     return (
         f"its reader ended with exit code {returncode}: {printable(said[-1])[:TEXT_CHARACTERS] if said else 'silent'}"

@@ -139,7 +139,7 @@ def sizes_of(root: Path, names: Iterable[str]) -> dict[str, int]:
             with open_foreign(root / name, within=root) as file:
                 sizes[name] = os.fstat(file.fileno()).st_size
         except OSError as error:
-            raise CheckpointError(f"{root / name} cannot be read: {error.strerror}; take another one") from error
+            raise CheckpointError(f"{root / name} cannot be read: {error.strerror}; use another one") from error
     return sizes
 
 

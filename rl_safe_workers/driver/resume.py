@@ -94,7 +94,7 @@ def data_position(point: ResumePoint) -> Mapping[str, int]:
     position: Any = point.manifest.driver_state.get("data")
     if (wrong := check_position(position)) is not None:
         where = printable(str(point.path))
-        raise CheckpointError(f"{where} has no usable data position ({wrong}); take another checkpoint")
+        raise CheckpointError(f"{where} has no usable data position ({wrong}); use another checkpoint")
     found: Mapping[str, int] = position
     return found
 

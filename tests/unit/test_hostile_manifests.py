@@ -237,7 +237,7 @@ def test_a_manifest_of_more_files_than_any_run_writes_is_refused_before_they_are
     monkeypatch.setattr(manifest_facts, "MAX_FILES", 3)
     files = {f"{SHARDS}/__{rank}_0.distcp": "no record" for rank in range(4)}
     (tmp_path / MANIFEST).write_text(json.dumps({"schema": 3, "files": files}))
-    with pytest.raises(CheckpointError, match=r"is malformed: files has more than 3 entries; take another"):
+    with pytest.raises(CheckpointError, match=r"is malformed: files has more than 3 entries; use another"):
         read_manifest_facts(tmp_path)
 
 

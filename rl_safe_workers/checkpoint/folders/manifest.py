@@ -156,7 +156,7 @@ def find_checkpoints(root: Path) -> Found:
             manifest = read_manifest(path)
             if manifest.step != step:
                 where = printable(str(path))
-                raise CheckpointError(f"{where} has a {MANIFEST} of step {manifest.step}; take another checkpoint")
+                raise CheckpointError(f"{where} has a {MANIFEST} of step {manifest.step}; use another checkpoint")
             complete.append((path, manifest))
         except CheckpointError as error:
             damaged.append(error)

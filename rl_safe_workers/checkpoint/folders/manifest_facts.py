@@ -65,9 +65,9 @@ def read_manifest_json(checkpoint: Path, name: str = MANIFEST) -> dict[str, Any]
     except FileNotFoundError:
         raise CheckpointError(f"{shown[: -len(name) - 1]} is not a complete checkpoint: it has no {name}") from None
     except OSError as error:
-        raise CheckpointError(f"{shown} cannot be read: {error.strerror or error}; take another checkpoint") from error
+        raise CheckpointError(f"{shown} cannot be read: {error.strerror or error}; use another checkpoint") from error
     except MALFORMED as error:
-        raise CheckpointError(f"{shown} cannot be read: {printable(repr(error))}; take another checkpoint") from error
+        raise CheckpointError(f"{shown} cannot be read: {printable(repr(error))}; use another checkpoint") from error
     schema = fields.setdefault("schema", 1)
     if isinstance(schema, int) and schema > SCHEMA:
         raise CheckpointError(
@@ -95,10 +95,10 @@ def check_manifest_json(fields: Mapping[str, Any], *, where: str) -> None:
         if isinstance(section, Mapping) and len(section) > MAX_FILES:
             raise CheckpointError(
                 f"{where} is malformed: {printable(name[:200])} has more than {MAX_FILES} entries; "
-                "take another checkpoint"
+                "use another checkpoint"
             )
     if (wrong := manifest_complaint(fields)) is not None:
-        raise CheckpointError(f"{where} is malformed: {wrong}; take another checkpoint")
+        raise CheckpointError(f"{where} is malformed: {wrong}; use another checkpoint")
 
 
 def _parse(text: bytes) -> dict[str, Any]:

@@ -151,7 +151,7 @@ class Archive:
                 self._entries = _checked(archive.infolist(), archive.start_dir)
         except _UNREADABLE as error:
             raise CheckpointError(
-                f"{source} is no archive of torch.save ({described(error)}); take another one"
+                f"{source} is no archive of torch.save ({described(error)}); use another one"
             ) from error
 
     @property
@@ -169,7 +169,7 @@ class Archive:
             CheckpointError: If there is none of that name.
         """
         if name not in self._entries:
-            raise CheckpointError(f"{self.source} has no record {_shown(name)}; take another one")
+            raise CheckpointError(f"{self.source} has no record {_shown(name)}; use another one")
         return self._entries[name].size
 
     def checksum(self, name: str) -> int:
@@ -194,7 +194,7 @@ class Archive:
             start = entry.header + _LOCAL_HEADER.size + name_bytes + extra_bytes
             if signature == b"PK\3\4" and start + size <= entry.limit:
                 return self._offset + start, self._offset + start + size
-        raise CheckpointError(f"{self.source} is damaged: record {_shown(name)} has no place; take another one")
+        raise CheckpointError(f"{self.source} is damaged: record {_shown(name)} has no place; use another one")
 
     def read_into(self, name: str, buffer: Any) -> None:
         """Reads a record into a writable buffer of its size, and compares its checksum.
@@ -225,7 +225,7 @@ def read_pickle(archive: Archive) -> Any:
         CheckpointError: If it is malformed or too large.
     """
     if (size := archive.size("data.pkl")) > PICKLE_BYTES:
-        raise CheckpointError(f"{archive.source} holds a pickle of {size} bytes: take another one")
+        raise CheckpointError(f"{archive.source} holds a pickle of {size} bytes: use another one")
     data = bytearray(size)
     archive.read_into("data.pkl", data)
     return read_tree(bytes(data), source=archive.source)

@@ -241,9 +241,9 @@ def read_format(location: Location) -> Format:
             backend=_text(fields["sharded_backend"]), version=_size(fields.get("sharded_backend_version", 1))
         )
     except FileNotFoundError:
-        raise CheckpointError(f"{_shown(path)} is missing: the save did not finish; take another checkpoint") from None
+        raise CheckpointError(f"{_shown(path)} is missing: the save did not finish; use another checkpoint") from None
     except (OSError, *MALFORMED) as error:
-        raise CheckpointError(f"{_shown(path)} cannot be read: {described(error)}; take another checkpoint") from error
+        raise CheckpointError(f"{_shown(path)} cannot be read: {described(error)}; use another checkpoint") from error
     if found.backend != "torch_dist" or found.version != 1:
         raise CheckpointError(
             f"{_shown(path)} says format {_shown(found.backend[:_NAME_BYTES])!r} version {found.version!r}; "
@@ -267,9 +267,9 @@ def _to_index(location: Location, fields: Any) -> CheckpointIndex:
         }
         objects = {_key(key): _place(place, path, checked) for key, place in fields["objects"]}
     except MALFORMED as error:
-        raise CheckpointError(f"{_shown(path)} is malformed ({described(error)}); take another one") from error
+        raise CheckpointError(f"{_shown(path)} is malformed ({described(error)}); use another one") from error
     if not tensors and not objects:
-        raise CheckpointError(f"{_shown(path)} names neither a tensor nor an object: it is damaged; take another one")
+        raise CheckpointError(f"{_shown(path)} names neither a tensor nor an object: it is damaged; use another one")
     return CheckpointIndex(location=location, tensors=tensors, objects=objects, unclaimed=tuple(fields["unclaimed"]))
 
 

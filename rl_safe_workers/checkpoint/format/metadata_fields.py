@@ -62,7 +62,7 @@ def fields_of(path: Path, root: Path) -> dict[str, Any]:
 
 
 def _malformed(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{printable(str(path))} is malformed ({described(error)}); take another one")
+    return CheckpointError(f"{printable(str(path))} is malformed ({described(error)}); use another one")
 
 
 def _shown(key: Any, offset: Any) -> str:

@@ -145,7 +145,7 @@ def _load(unpickler: pickle.Unpickler | pickle._Unpickler, source: str) -> Any:
         ) from None
     except MALFORMED as error:
         raise CheckpointError(
-            f"{source} is damaged: it is not a pickle of a checkpoint ({described(error)}); take another one"
+            f"{source} is damaged: it is not a pickle of a checkpoint ({described(error)}); use another one"
         ) from error
 
 
@@ -387,7 +387,7 @@ def read_storage(data: bytes, *, source: str) -> tuple[Call, bytes]:
     stream = _Steps(data)
     magic, version, _, storage, _ = (_load(_StorageUnpickler(stream), source) for _ in range(5))
     if (magic, version) != (_MAGIC, _VERSION) or type(storage) is not Call or storage.name != "storage":
-        raise CheckpointError(f"{source} is damaged: it has no storage where a tensor's should be; take another one")
+        raise CheckpointError(f"{source} is damaged: it has no storage where a tensor's should be; use another one")
     stream.seek(_COUNT_BYTES, io.SEEK_CUR)
     return storage, stream.read()
 

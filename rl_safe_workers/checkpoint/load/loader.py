@@ -72,7 +72,7 @@ def read_content_metadata(directory: Path) -> dict[str, Any] | None:
         index = None if (directory / COMMON).exists() else read_index(directory)
         found = blobs.load_common(index).get(CONTENT_METADATA_KEY)
     if not isinstance(found, dict | None):
-        raise CheckpointError(f"{directory} describes its format by a {type(found).__name__}; take another checkpoint")
+        raise CheckpointError(f"{directory} describes its format by a {type(found).__name__}; use another checkpoint")
     return found
 
 
@@ -272,7 +272,7 @@ class Blobs:
         """
         value = load_value(self._dense(self._archive(self._placed(place, key), key)))
         if not isinstance(value, list) or len(value) != 1:
-            raise CheckpointError(f"{key} is no object of a checkpoint, but a {type(value).__name__}; take another one")
+            raise CheckpointError(f"{key} is no object of a checkpoint, but a {type(value).__name__}; use another one")
         return value[0]
 
     def load_common(self, index: CheckpointIndex | None) -> dict[str, Any]:
@@ -292,7 +292,7 @@ class Blobs:
             size = os.fstat(file.fileno()).st_size
             found = load_value(self._dense(Archive(file, 0, size, source=str(self._directory / COMMON))))
         if not isinstance(found, dict):
-            raise CheckpointError(f"{self._directory} has a {type(found).__name__} as common state; take another one")
+            raise CheckpointError(f"{self._directory} has a {type(found).__name__} as common state; use another one")
         return found
 
     def load_tensor(self, chunk: Chunk, key: str, nbytes: int) -> torch.Tensor:
@@ -308,11 +308,11 @@ class Blobs:
         """
         place = self._placed(chunk.place, key)
         if place.length > nbytes + ENVELOPE_BYTES:
-            raise CheckpointError(f"{key} has {place.length} bytes for elements of {nbytes}; take another checkpoint")
+            raise CheckpointError(f"{key} has {place.length} bytes for elements of {nbytes}; use another checkpoint")
         archive = self._archive(place, key)
         tensor = load_value(archive)
         if not isinstance(tensor, torch.Tensor) or tensor.numel() != prod(chunk.sizes):
-            raise CheckpointError(f"{archive.source} is no tensor of shape {list(chunk.sizes)}; take another one")
+            raise CheckpointError(f"{archive.source} is no tensor of shape {list(chunk.sizes)}; use another one")
         return tensor.detach().view(chunk.sizes)
 
     def _placed(self, place: ByteRange | None, key: str) -> ByteRange:
@@ -327,9 +327,9 @@ class Blobs:
     def _dense(self, archive: Archive) -> Archive:
         """Refuses an archive of an object that is too large or mostly a hole."""
         if archive.length > OBJECT_BYTES:
-            raise CheckpointError(f"{archive.source} has {archive.length} bytes; take another one")
+            raise CheckpointError(f"{archive.source} has {archive.length} bytes; use another one")
         if archive.hole_bytes > HOLE_BYTES:
-            raise CheckpointError(f"{archive.source} is mostly a hole; take another checkpoint")
+            raise CheckpointError(f"{archive.source} is mostly a hole; use another checkpoint")
         return archive
 
     def _opened(self, name: str) -> BinaryIO:
@@ -384,7 +384,7 @@ def _covering(piece: Piece, entry: TensorEntry) -> list[_Overlap]:
     for wrong in uncovered(held, _stored(piece, entry)):
         raise CheckpointError(
             f"{piece.key} {list(entry.shape)} is not whole: of {list(piece.shape)} at {list(piece.offset)}, {wrong}; "
-            "take another checkpoint"
+            "use another checkpoint"
         )
     return found
 

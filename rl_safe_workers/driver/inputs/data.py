@@ -101,7 +101,7 @@ class PromptLoader:
             DataError: If the state is malformed, or belongs to a dataset of another length.
         """
         if (wrong := check_position(state)) is not None:
-            raise DataError(f"cannot resume: the checkpoint has no usable data position ({wrong}); take another one")
+            raise DataError(f"cannot resume: the checkpoint has no usable data position ({wrong}); use another one")
         if state["num_prompts"] != len(self._dataset):
             raise DataError(
                 f"cannot resume: the dataset of the checkpoint has {state['num_prompts']} prompts, data.train_files "
