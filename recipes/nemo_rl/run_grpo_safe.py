@@ -5,6 +5,12 @@
 It takes the arguments of NeMo RL's examples/run_grpo.py. The package must be importable; see docs/nemo_rl.md.
 """
 
+import os
+
+# NeMo RL turns this hook of Ray off when it is imported. Ray reads the variable when it is imported, and we import Ray
+# first. With the hook, Ray would start every worker by `uv run`, if the driver was started so.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+
 from rl_safe_workers.adapters.nemo_rl.launch import main
 
 if __name__ == "__main__":

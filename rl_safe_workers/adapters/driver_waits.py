@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import ray
 
 from rl_safe_workers.adapters.call_errors import call_error_of, keep_origins
-from rl_safe_workers.adapters.weight_update import ROLLOUT
+from rl_safe_workers.adapters.job_inquiry import ROLLOUT
 from rl_safe_workers.compat.ray_tables import DEAD, actor_id, actor_id_of_call, actor_table
 from rl_safe_workers.config import PhaseTimeouts
 from rl_safe_workers.control.deadline import Background, Deadline
@@ -134,6 +134,12 @@ class DriverWaits:
         self._timeouts, self._parties = timeouts, parties
         self._bounding = threading.local()
         self.failed_in: str | None = None
+        self._failures: dict[threading.Thread, BaseException] = {}
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error of a thread's last wait in a phase, which the host may have swallowed; None if all succeeded."""
+        return next(iter(self._failures.values()), None)
 
     @property
     def is_bounding(self) -> bool:
@@ -147,7 +153,9 @@ class DriverWaits:
 
     @contextmanager
     def waiting(self, phase: str) -> Iterator[None]:
-        """Sets `failed_in` to a phase if the body fails. Sets no deadline.
+        """Sets `failed_in` and `failure` if the body fails. Sets no deadline.
+
+        A later wait of the same thread clears `failure` if it succeeds.
 
         Args:
             phase: The phase that the job's processes go through in the body.
@@ -155,10 +163,13 @@ class DriverWaits:
         self.failed_in = None
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             if self.failed_in is None:  # else a wait inside the body has set a more exact phase
                 self.failed_in = phase
+            if not self.is_bounding:
+                self._failures[threading.current_thread()] = error
             raise
+        self._failures.pop(threading.current_thread(), None)
 
     def bounded(
         self,

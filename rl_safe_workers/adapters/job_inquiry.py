@@ -11,6 +11,8 @@ from rl_safe_workers.ranks import HELPERS, RankId
 
 SYNC_CALL = CallFrame("adapters/weight_update.py", "_on_this_thread")
 """The frame in which a weight sync runs."""
+ROLLOUT = "the rollout"
+"""Prefix of the words for the rollout, if a trainer does not know which engine its weight sync waits for."""
 CALL_FRAME = CallFrame(
     "ray/_private/function_manager.py",
     "actor_method_executor",

@@ -81,7 +81,12 @@ class JobVerdict:
             phase: The phase that the driver was in; None outside of phases.
         """
         if self._given is None or error not in self._given:
-            self._given = error, self._judged(error, phase)
+            try:
+                verdict = self._judged(error, phase)
+            except Exception:
+                logger.warning("there is no verdict on the failure", exc_info=True)
+                verdict = error
+            self._given = error, verdict
         return self._given[1]
 
     def _judged(self, error: BaseException, phase: str | None) -> BaseException:

@@ -22,8 +22,6 @@ from rl_safe_workers.ranks import RankId, trainer_id
 from rl_safe_workers.worlds.training_rank import TrainingRank
 from rl_safe_workers.worlds.training_world import set_group_timeouts
 
-ROLLOUT = "the rollout"
-"""Prefix of the words for the rollout, if this rank does not know which engine it waits for."""
 _SYNC = "the weight sync"
 _HEARD = timedelta(seconds=2)
 """How long the ranks listen to each other after the deadline has passed, or after a rank has failed."""

@@ -10,6 +10,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,13 +203,35 @@ class HostImpl:
     def get_logprobs(self, *, data: Any, micro_batch_size: int | None = None) -> Any:
         return self.policy.compute_logprobs(data)
 
+    def get_reference_policy_logprobs(self, *, data: Any, micro_batch_size: int | None = None) -> Any:
+        with self._around_forward("reference"):
+            return self.get_logprobs(data=data)
+
+    def get_topk_logits(self, *, data: Any, k: int, micro_batch_size: int | None = None) -> None:
+        with self._around_forward("topk"):
+            pass
+
+    def calibrate_qkv_fp8_scales(self, *, data: Any, micro_batch_size: int | None = None) -> None:
+        with self._around_forward("calibrate"):
+            pass
+
+    @contextmanager
+    def _around_forward(self, call: str) -> Iterator[None]:
+        """Stands for the collectives that a call issues before and after its forward batch."""
+        trainer = self.safe.trainer  # type: ignore[attr-defined]
+        self.events.append(f"{call} in {trainer.lifecycle.current}")
+        yield
+        self.events.append(f"{call} in {trainer.lifecycle.current}")
+
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
         self.events.append("prepare_for_lp_inference")
 
     def offload_before_refit(self) -> None:
+        self.finalize_async_save()
         self.events.append("offload_before_refit")
 
     def offload_after_refit(self) -> None:
+        self.finalize_async_save()
         self.offload_before_refit()
 
     def init_collective(self, ip: str, port: int, world_size: int, *, train_world_size: int) -> None:

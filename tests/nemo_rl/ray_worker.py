@@ -7,8 +7,8 @@ from typing import Any
 import ray
 from nemo_rl.distributed import worker_groups
 
+from rl_safe_workers.adapters.job_inquiry import ROLLOUT
 from rl_safe_workers.adapters.nemo_rl import refit_places
-from rl_safe_workers.adapters.weight_update import ROLLOUT
 from rl_safe_workers.models import gathering
 from tests.diagnosis import misdeeds
 from tests.nemo_rl import sending

@@ -6,9 +6,10 @@ import asyncio
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,14 +19,15 @@ import ray
 
 from rl_safe_workers.adapters import driver_waits
 from rl_safe_workers.adapters.driver_waits import Standstill
+from rl_safe_workers.adapters.job_verdict import JobVerdict
 from rl_safe_workers.adapters.nemo_rl import guarded_driver
-from rl_safe_workers.adapters.nemo_rl.guarded_driver import ENGINE_CALLS, REFIT, ROLLOUTS, GuardedDriver
+from rl_safe_workers.adapters.nemo_rl.guarded_driver import ENGINE_CALLS, REFIT, ROLLOUTS, GuardedDriver, parties_of
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlTimeouts
 from rl_safe_workers.errors import JobError, PhaseTimeoutError, RunError, WeightSyncError
 from rl_safe_workers.ranks import RankId, Role, trainer_id
 from rl_safe_workers.rollout.sync_proof import HeldWeights, SentWeights
 
-TIMEOUTS = NemoRlTimeouts(sync=1.0, rollout=1.0, joint=1.0)
+TIMEOUTS = NemoRlTimeouts(sync=1.0, rollout=1.0, joint=1.0, teardown=1.0, save=4.0)
 LIMIT_S = 10.0
 EVIDENCE = Path("failure")
 
@@ -76,6 +78,12 @@ class _Worker:
             time.sleep(60)
         return answer
 
+    def finish_save(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def rl_safe_end_groups(self) -> dict[int, str]:
+        return self.call("end", {})  # type: ignore[no-any-return]
+
     def shutdown(self, failure: str | None = None) -> bool:
         return failure is None
 
@@ -113,12 +121,29 @@ class _Policy:
     def __init__(self, *workers: Any) -> None:
         self.worker_group = _Group(*workers)
 
+    def init_collective(self) -> list[Any]:
+        return self.worker_group.ask("init_collective")
+
+    def prepare_refit_info(self, *info: Any) -> Any:
+        return ray.get(self.worker_group.ask("prepare_refit_info"))
+
+    def finalize_async_save(self, *, fails: bool = False, seconds: float = 0.0) -> None:
+        if fails:
+            raise RunError("the disk is full")
+        ray.get([worker.finish_save.remote(seconds) for worker in self.worker_group.workers])
+
     def shutdown(self) -> bool:
         return not self.worker_group.workers or self.worker_group.shutdown()
 
 
 class _Generation(_Policy):
     cfg: Any = {"colocated": {"enabled": False}}  # noqa: RUF012
+
+    def init_collective(self) -> list[Any]:
+        return self.worker_group.ask("init_collective")
+
+    def prepare_refit_info(self, *info: Any) -> Any:
+        return ray.get(self.worker_group.ask("prepare_refit_info"))
 
     def prepare_for_generation(self) -> list[Any]:
         return ray.get(self.worker_group.ask("wake_up"))  # type: ignore[no-any-return]
@@ -147,6 +172,7 @@ def _loops() -> Any:
     """NeMo RL's module of `setup`, with loops that look names up in it as NeMo RL's do."""
     module: Any = ModuleType("nemo_rl.algorithms.grpo")
     exec(LOOPS, vars(module))
+    module.VllmGeneration = _Generation
     return module
 
 
@@ -164,6 +190,12 @@ def run_async_multi_turn_rollout(policy_generation, turns):
     async def run():
         return [one for _ in range(turns) async for one in policy_generation.generate_async()]
     return asyncio.run(run())
+
+def setup(policy_factory, engines):
+    policy, generation = policy_factory(), VllmGeneration(*engines)
+    ray.get(policy.init_collective() + generation.init_collective())
+    generation.prepare_refit_info(policy.prepare_refit_info())
+    return policy, generation
 
 def create_weight_synchronizer(policy, generation, **more):
     return more["kind"](generation)
@@ -220,6 +252,38 @@ def test_a_trainer_that_sends_no_weights_is_named(ends) -> None:
     assert error.missing == {trainer_id(1)}
 
 
+@contextmanager
+def _saving(policy: _Policy, seconds: float) -> Iterator[None]:
+    """Has a thread wait for a save in the background, as NeMo RL's checkpointer does. Kills the trainers at the end."""
+
+    def finalize() -> None:
+        with suppress(ray.exceptions.RayError):  # the trainers were killed
+            policy.finalize_async_save(seconds=seconds)
+
+    thread = threading.Thread(target=finalize, daemon=True)
+    thread.start()
+    time.sleep(0.5)
+    try:
+        yield
+    finally:
+        policy.worker_group.shutdown()
+        thread.join(LIMIT_S)
+
+
+def test_a_refit_behind_a_long_save_has_its_own_deadline(ends) -> None:
+    module, driver = _guarded(ends, [_started()], [_started()])
+    with _saving(driver.policy, TIMEOUTS.sync + 1.5):
+        assert module.refit_policy_generation(driver.policy, driver.generation) == [None]
+
+
+def test_a_save_that_keeps_a_refit_waiting_is_named(ends) -> None:
+    module, driver = _guarded(ends, [_started()], [_started()])
+    with _saving(driver.policy, 60):
+        error, waited_s = _late(lambda: module.refit_policy_generation(driver.policy, driver.generation))
+    assert (error.phase, error.missing) == ("save", {trainer_id(0)})
+    assert waited_s < TIMEOUTS.save + LIMIT_S
+
+
 def test_an_engine_that_has_died_in_a_refit_is_named_at_once(ends) -> None:
     engine = _started()
     os.kill(ray.get(engine.pid.remote()), signal.SIGKILL)
@@ -263,6 +327,32 @@ def test_an_engine_that_does_not_join_is_named(ends) -> None:
     made = module.create_weight_synchronizer(policy=_Policy(), generation=generation, kind=_Synchronizer)
     error, _ = _late(made.init_communicator)
     assert (error.phase, error.missing) == ("joint", {RankId(Role.ROLLOUT, 1)})
+
+
+@pytest.mark.parametrize(
+    ("silent", "phase", "is_trainer"),
+    [("init_collective", "joint", False), ("prepare_refit_info", "sync", False), ("prepare_refit_info", "sync", True)],
+)
+def test_a_worker_that_hangs_in_setup_itself_is_named(silent, phase, is_trainer, ends) -> None:
+    module, driver = _loops(), GuardedDriver(TIMEOUTS, ends, evidence=EVIDENCE)
+    driver.guard_setup(module)
+    workers = {one: [_started(), _started(silent if one == is_trainer else "")] for one in (True, False)}
+    error, waited_s = _late(lambda: module.setup(driver.making(lambda: _Policy(*workers[True])), workers[False]))
+    assert (error.phase, error.missing) == (phase, {RankId(Role.TRAINER if is_trainer else Role.ROLLOUT, 1)})
+    assert waited_s < LIMIT_S
+
+
+def test_a_signal_in_setup_ends_trainers_and_engines_at_once(ends) -> None:
+    module, driver = _loops(), GuardedDriver(TIMEOUTS, ends, evidence=EVIDENCE)
+    driver.guard_setup(module)
+
+    def set_up() -> None:
+        module.setup(driver.making(lambda: _Policy(_started())), [_started()])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), driver.judging():
+        set_up()
+    assert (driver.policy.worker_group.workers, driver.generation.worker_group.workers) == ([], [])
 
 
 @pytest.mark.parametrize("name", ROLLOUTS[:2])
@@ -352,6 +442,95 @@ def test_a_failure_that_names_nobody_is_told_with_who_has_died(ends, caplog) -> 
     except ray.exceptions.RayActorError:
         driver.end()
     assert re.search(r"the job has failed: training rank 1 on \S+ died\n", caplog.text)
+
+
+def test_a_dedicated_policy_that_generates_ends_at_once_too(ends) -> None:
+    _, driver = _guarded(ends, [_started()], [])
+    driver.generation._policy = _Policy(_started("generate"))
+    driver.generation._policy.worker_group.ask("generate")
+    started_s = time.monotonic()
+    with pytest.raises(ValueError, match="wrong"), driver.judging():
+        raise ValueError("wrong")
+    assert time.monotonic() - started_s < LIMIT_S
+    assert driver.generation._policy.worker_group.workers == []
+
+
+def test_a_first_refit_whose_error_is_swallowed_fails_the_job(ends) -> None:
+    module, driver = _guarded(ends, [_started()], [_started("update_weights")])
+
+    def run() -> None:
+        with suppress(PhaseTimeoutError):  # as asynchronous GRPO does
+            module.refit_policy_generation(driver.policy, driver.generation)
+        driver.generation.shutdown()
+
+    with pytest.raises(JobError, match="the refit: training rank 0 arrived, rollout rank 0 did not"), driver.ending():
+        run()
+    assert (driver.policy.worker_group.workers, driver.generation.worker_group.workers) == ([], [])
+
+
+def test_a_swallowed_error_counts_unless_a_later_wait_succeeds(ends) -> None:
+    _, driver = _guarded(ends, [], [])
+    with driver.ending():
+        with suppress(RunError):
+            driver.policy.finalize_async_save(fails=True)
+        driver.policy.finalize_async_save()
+    with pytest.raises(RunError, match="the disk is full"), driver.ending(), suppress(RunError):
+        driver.policy.finalize_async_save(fails=True)
+
+
+def test_a_later_wait_does_not_hide_another_threads_error(ends) -> None:
+    _, driver = _guarded(ends, [], [])
+
+    def save() -> None:
+        with suppress(RunError):  # NeMo RL keeps it for the end, where asynchronous GRPO only prints it
+            driver.policy.finalize_async_save(fails=True)
+
+    def run() -> None:
+        saving = threading.Thread(target=save)
+        saving.start()
+        saving.join()
+        driver.policy.finalize_async_save()
+
+    with pytest.raises(RunError, match="the disk is full"), driver.ending():
+        run()
+
+
+def test_a_trainer_that_hangs_when_nemo_rl_ends_it_fails_the_job(ends, monkeypatch) -> None:
+    monkeypatch.setattr(guarded_driver, "ABORT_S", 0.0)
+    _, driver = _guarded(ends, [_started(), _started("end")], [_started()])
+    with pytest.raises(JobError, match="teardown, training world: 0 arrived, 1 did not"), driver.ending():
+        driver.generation.shutdown()  # the script's last call: NeMo RL swallows its error
+    assert (driver.policy.worker_group.workers, driver.generation.worker_group.workers) == ([], [])
+
+
+@ray.remote(num_cpus=0)
+class _TrtllmWorker:
+    def is_alive(self) -> bool:
+        return False
+
+    async def report_device_id_async(self) -> str:
+        return "the engine's"
+
+
+@ray.remote(num_cpus=0)
+class _Stranger:
+    """A worker that has no question of ours."""
+
+
+def test_each_backend_of_generation_is_asked_what_its_worker_knows() -> None:
+    generation = _Generation(_TrtllmWorker.remote(), _started(), _Stranger.remote())
+    generation.cfg = {"backend": "trtllm", "vllm_cfg": {"async_engine": False}}  # as NeMo RL's recipe inherits it
+    answers = [ray.get(party.ask()) for party in parties_of(None, generation)]
+    assert answers == ["the engine's", True, True]
+
+
+def test_a_verdict_that_cannot_be_given_leaves_the_error(caplog) -> None:
+    def parties() -> list[Any]:
+        raise AttributeError("no such method")
+
+    error = RunError("the job is over")
+    assert JobVerdict(parties, EVIDENCE).on(error, None) is error
+    assert "there is no verdict on the failure" in caplog.text
 
 
 def test_a_worker_that_is_lost_in_setup_is_named(ends) -> None:

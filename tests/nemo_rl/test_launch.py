@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
@@ -214,7 +216,7 @@ def test_a_host_that_lacks_what_the_worker_derives_from_is_refused_before_there_
 ) -> None:
     old = _source(tmp_path / "old", without="MegatronPolicyWorkerImpl")
     monkeypatch.setattr(sys.modules["nemo_rl"], "__file__", str(old / "nemo_rl" / "__init__.py"))
-    refused = "lacks MegatronPolicyWorkerImpl .* and 11 other names.* from commit f00e1006b"
+    refused = "lacks MegatronPolicyWorkerImpl .* and 13 other names.* from commit f00e1006b"
     with pytest.raises(ConfigError, match=refused):
         launch.safe_setup(lambda config, policy_factory=None: pytest.fail("set up"), ends)(_master())
     # Our script does not even import the host's.
@@ -389,3 +391,20 @@ def test_a_source_that_is_not_there_is_named(source: str, monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "")
     with pytest.raises(ConfigError, match="NEMO_RL_SRC"):
         launch.main()
+
+
+IMPORTS_SCRIPT = """
+import runpy, sys
+runpy.run_path(sys.argv[1])
+from ray._private import ray_constants
+assert not ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
+"""
+
+
+def test_the_script_turns_rays_uv_hook_off() -> None:
+    root = Path(launch.__file__).parents[3]
+    environ = {name: value for name, value in os.environ.items() if name != "RAY_ENABLE_UV_RUN_RUNTIME_ENV"}
+    script = str(root / "recipes/nemo_rl/run_grpo_safe.py")
+    environ["PYTHONPATH"] = str(root)
+    done = subprocess.run([sys.executable, "-c", IMPORTS_SCRIPT, script], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

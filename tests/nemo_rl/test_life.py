@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from torch.distributed import distributed_c10d as c10d
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rl_safe_workers.adapters.nemo_rl.conversion import is_complete
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import VARIABLE
@@ -26,6 +28,7 @@ from rl_safe_workers.models.seeded import create_seeded_model
 from rl_safe_workers.ports import port_to_listen_on
 from rl_safe_workers.trainer.batch import SequenceBatch
 from tests.distributed import reference
+from tests.distributed.held_saves import HeldWriter
 from tests.distributed.ranks import run_ranks, values
 from tests.distributed.recording import is_connected
 from tests.nemo_rl.host import SafeWorker, annotations, set_environment
@@ -273,6 +276,12 @@ def _move_every_tensor(worker: SafeWorker, step: int) -> None:
                     state[name] = value.detach().clone().add_(0.02 * (step + 1))
 
 
+def _moments(worker: SafeWorker) -> list[torch.Tensor]:
+    optimizers = getattr(worker.policy.optimizer, "chained_optimizers", [worker.policy.optimizer])
+    states = [state for optimizer in optimizers for state in optimizer.optimizer.state.values()]
+    return [value for state in states for name, value in state.items() if name.startswith("exp_avg")]
+
+
 def test_each_save_in_the_background_is_of_its_own_moment(tiny_moe, tmp_path, port) -> None:
     config = config_of(tiny_moe, tmp_path, checkpoint=IN_BACKGROUND)
     for found in values(run_ranks(_save_four_times, SIZE, port, config, tmp_path, timeout_s=200)):
@@ -285,6 +294,33 @@ def test_each_save_in_the_background_is_of_its_own_moment(tiny_moe, tmp_path, po
         folder = tmp_path / f"step_{step}" / "weights"
         assert (folder / "iter_0000000" / ".metadata").is_file()
         assert (folder / "latest_checkpointed_iteration.txt").is_file()
+
+
+def _refit_beside_a_write(rank: int, port: int, config: dict[str, Any], root: Path) -> dict[str, Any]:
+    worker = start(rank, port, config)
+    worker.train(batch())
+    _move_every_tensor(worker, 1)
+    writer = HeldWriter()
+    saved, read = worker.digest(), [StorageWeakRef(tensor.untyped_storage()) for tensor in _moments(worker)]
+    worker.save_checkpoint(str(root / "step_1" / "weights"))
+    worker.offload_before_refit()
+    worker.broadcast_weights_for_collective()
+    worker.offload_after_refit()
+    found: dict[str, Any] = {"pending": worker.mcore_state.async_calls_queue.get_num_unfinalized_calls()}
+    _move_every_tensor(worker, 2)
+    gc.collect()
+    found["held"] = sum(not storage.expired() for storage in read)
+    writer.release_soon()
+    worker.finalize_async_save()
+    found["left"] = worker.mcore_state.async_calls_queue.get_num_unfinalized_calls()
+    found["loaded"] = _load(worker, root / "step_1" / "weights" / "iter_0000000") == saved
+    return found | {"ended": worker.shutdown()}
+
+
+def test_a_refit_does_not_wait_for_a_save_in_the_background(tiny_moe, tmp_path, port) -> None:
+    config = config_of(tiny_moe, tmp_path, checkpoint=IN_BACKGROUND, save_timeout=20)
+    for found in values(run_ranks(_refit_beside_a_write, SIZE, port, config, tmp_path)):
+        assert found == {"pending": 1, "held": 0, "left": 0, "loaded": True, "ended": True}
 
 
 def _fail_finishing(rank: int, port: int, config: dict[str, Any], root: Path) -> tuple[str, float]:
@@ -345,6 +381,24 @@ def _steps(rank: int, port: int, config: dict[str, Any]) -> tuple[list[str], int
     late = len(worker.safe.trainer.comms.late_allocations())
     worker.shutdown()
     return worker.events, late
+
+
+def _forwards(rank: int, port: int, config: dict[str, Any]) -> tuple[list[str], list[Phase]]:
+    worker = start(rank, port, config)
+    worker.safe.trainer.lifecycle.drain_events()
+    worker.get_reference_policy_logprobs(data=batch())
+    worker.get_topk_logits(data=batch(), k=2)
+    worker.calibrate_qkv_fp8_scales(data=batch())
+    phases = [event.phase for event in worker.safe.trainer.lifecycle.drain_events()]
+    worker.shutdown()
+    return worker.events[:-1], phases
+
+
+def test_every_kind_of_forward_batch_is_a_phase(tiny_moe, tmp_path, port) -> None:
+    calls = ("reference", "topk", "calibrate")
+    for events, phases in values(run_ranks(_forwards, SIZE, port, config_of(tiny_moe, tmp_path))):
+        assert events == [f"{call} in logprob" for call in calls for _ in range(2)]
+        assert phases == [Phase.LOGPROB] * 3
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -48,6 +48,7 @@ def _loader(monkeypatch: pytest.MonkeyPatch) -> Any:
 def loaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("NEMO_RL_SRC", SOURCE)
     monkeypatch.setenv("RL_SAFE_TINY", "/tiny")
+    monkeypatch.setenv("RL_SAFE_RESULTS", "/shared/results")
     config = _loader(monkeypatch).load_config(str(request.param))
     found = OmegaConf.to_container(config, resolve=True)
     assert isinstance(found, dict)
@@ -68,8 +69,11 @@ def test_a_recipe_is_thin_and_its_settings_are_known(path: Path) -> None:
     own = yaml.safe_load(path.read_text())
     assert own["defaults"].startswith("${oc.env:NEMO_RL_SRC}/examples/configs/")
     NemoRlSettings.read(own[NODE], source=NODE)
-    for place in (own["checkpointing"]["checkpoint_dir"], own["logger"]["log_dir"], own["logger"]["wandb"]["name"]):
+    folders = (own["checkpointing"]["checkpoint_dir"], own["logger"]["log_dir"])
+    for place in (*folders, own["logger"]["wandb"]["name"]):
         assert place.endswith(path.stem)
+    # A relative folder may be each node's own.
+    assert all(folder.startswith("${oc.env:RL_SAFE_RESULTS}/") for folder in folders)
 
 
 @needs_source
@@ -81,6 +85,7 @@ def test_a_recipe_loads_as_nemo_rl_loads_it(loaded: dict[str, Any], request: pyt
     assert not policy["dtensor_cfg"]["enabled"]
     assert not colocated["enabled"]
     assert not megatron["checkpoint"]["async_save"]
+    assert Path(loaded["checkpointing"]["checkpoint_dir"]).parent == Path("/shared/results")
     assert NemoRlSettings.read(loaded[NODE], source=NODE).enabled
     resources = colocated["resources"]
     assert resources["gpus_per_node"] == cluster["gpus_per_node"]

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from rl_safe_workers.adapters.job_inquiry import ROLLOUT
 from rl_safe_workers.adapters.nemo_rl import policy_process, refit_places
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import VARIABLE, NemoRlSettings
 from rl_safe_workers.adapters.nemo_rl.policy_process import PolicyProcess
 from rl_safe_workers.adapters.nemo_rl.refit_places import awaited_rollout
-from rl_safe_workers.adapters.weight_update import ROLLOUT
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import LifecycleError
 from rl_safe_workers.frames import Frame

@@ -585,3 +585,12 @@ def test_our_part_of_a_vllm_worker_needs_neither_megatron_nor_ray() -> None:
     command = [sys.executable, "-c", f"{refused}; import {', '.join(names)}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_drivers_of_hosts_need_no_megatron() -> None:
+    # NeMo RL installs megatron-core for its workers alone.
+    names = ["rl_safe_workers.adapters.nemo_rl.launch", "rl_safe_workers.adapters.swift.ray_waits"]
+    refused = "import sys; sys.modules.update(dict.fromkeys(['megatron', 'mbridge', 'vllm']))"
+    command = [sys.executable, "-c", f"{refused}; import {', '.join(names)}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

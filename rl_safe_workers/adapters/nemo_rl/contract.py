@@ -40,6 +40,8 @@ NAMES: tuple[HostName, ...] = (
     HostName(file=_WORKER, name=f"{_CLASS}.train", parameters=("self", "data", "loss_fn"), why="phase train"),
     HostName(file=_WORKER, name=f"{_CLASS}.finish_train_step", parameters=("self",), why="phase train", optional=True),
     HostName(file=_WORKER, name=f"{_CLASS}.get_logprobs", parameters=("self", "data"), why="phase logprob"),
+    HostName(file=_WORKER, name=f"{_CLASS}.get_topk_logits", parameters=("self", "data", "k"), why="phase logprob"),
+    HostName(file=_WORKER, name=f"{_CLASS}.calibrate_qkv_fp8_scales", parameters=("self", "data"), why="phase logprob"),
     HostName(
         file=_WORKER,
         name=f"{_CLASS}.prepare_for_lp_inference",
@@ -129,6 +131,12 @@ NAMES: tuple[HostName, ...] = (
         name="AbstractPolicyWorker.is_alive",
         parameters=("self",),
         why="asked by the driver when a wait has ended",
+    ),
+    HostName(
+        file=_BASE,
+        name="AbstractPolicyWorker.get_reference_policy_logprobs",
+        parameters=("self", "data"),
+        why="phase logprob",
     ),
     HostName(file=_BASE, name="AbstractPolicyWorker.shutdown", parameters=("self",), why="preceded by our teardown"),
     HostName(
@@ -376,6 +384,18 @@ TEXTS: tuple[HostText, ...] = (
         within="main",
         text="setup(config, tokenizer, dataset, val_dataset",
         why="looked up in the script's module",
+    ),
+    HostText(
+        file="nemo_rl/algorithms/grpo.py",
+        within="setup",
+        text="VllmGeneration(cluster=inference_cluster, config=generation_config",
+        why="looked up in the module: known before setup returns",
+    ),
+    HostText(
+        file="nemo_rl/algorithms/grpo.py",
+        within="setup",
+        text="ray.get(futures_train + futures_inference)",
+        why="looked up in the module: given a deadline",
     ),
     HostText(
         file="nemo_rl/algorithms/grpo.py",

@@ -11,6 +11,7 @@ import functools
 import inspect
 import logging
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -42,6 +43,12 @@ MAKES_SYNC = "create_weight_synchronizer"
 """Function of newer versions that makes the object that refits the rollout."""
 _ANSWER_S = 2.0
 """Seconds that a trainer's answer may take, after an abort too."""
+GENERATIONS = ("VllmGeneration", "TrtllmGeneration", "SGLangGeneration", "MegatronGeneration", "DynamoGeneration")
+"""Classes of NeMo RL's generation objects, by their names in the module of ``setup``. Older versions have fewer."""
+JOINS = ("init_collective", "init_collective_mcore_generation")
+"""Methods of NeMo RL's ``Policy`` that return Ray references to the trainers' part in joining the rollout."""
+PREPARES = "prepare_refit_info"
+"""Method of both of NeMo RL's objects that waits until the workers know the weights of a refit."""
 ENGINE_CALLS = (
     *("prepare_refit_info", "prepare_for_generation", "finish_generation", "invalidate_kv_cache"),
     *("snapshot_step_metrics", "get_step_metrics", "clear_logger_metrics", "get_logger_metrics"),
@@ -51,10 +58,14 @@ POLICY_CALLS = {
     "train": Phase.TRAIN,
     "get_logprobs": Phase.LOGPROB,
     "get_reference_policy_logprobs": Phase.LOGPROB,
+    "get_topk_logits": Phase.LOGPROB,
+    "calibrate_qkv_fp8_scales": Phase.LOGPROB,
     "save_checkpoint": Phase.SAVE,
     "finalize_async_save": Phase.SAVE,
 }
 """Methods of NeMo RL's ``Policy`` that wait for trainers, with the phase of the trainers in each."""
+FINALIZES = "finalize_async_save"
+"""Method of NeMo RL's ``Policy`` that a thread calls, to wait for the save in the background."""
 
 
 def parties_of(policy: Any, generation: Any) -> list[Party]:
@@ -85,12 +96,13 @@ def _leaders(group: Any) -> Sequence[Any]:
 
 
 def _question(generation: Any, worker: Any) -> Callable[[], Any]:
-    """Returns a remote call that a worker must answer. If the worker has a vLLM engine, the engine must answer, too."""
-    vllm = (getattr(generation, "cfg", None) or {}).get("vllm_cfg")
-    if not vllm:
-        return worker.is_alive.remote  # type: ignore[no-any-return]
-    name = "report_device_id_async" if vllm.get("async_engine") else "report_device_id"
-    return getattr(worker, name).remote  # type: ignore[no-any-return]
+    """Returns a remote call that a worker must answer. An engine of vLLM or TRT-LLM must answer it, too."""
+    cfg = getattr(generation, "cfg", None) or {}
+    # A recipe for TRT-LLM, which has only asynchronous workers, may inherit vLLM's node.
+    is_async = cfg.get("backend") == "trtllm" or (cfg.get("vllm_cfg") or {}).get("async_engine")
+    of_engine = "report_device_id_async" if is_async else "report_device_id"
+    names = (of_engine, "is_alive", "__ray_ready__")  # every actor has the last one
+    return next(getattr(worker, name).remote for name in names if hasattr(worker, name))  # type: ignore[no-any-return]
 
 
 class GuardedDriver:
@@ -116,6 +128,11 @@ class GuardedDriver:
         self._waits = DriverWaits(timeouts, self._parties)
         self._verdict = JobVerdict(self._parties, evidence)
         self._prove_sync_freq = prove_sync_freq
+        self._joins = set[Any]()
+        """Ray references to the trainers' part in joining the rollout."""
+        self._is_saved = threading.Event()
+        """Set unless a thread waits for a save in the background."""
+        self._is_saved.set()
         self._responses = 0
         """Number of responses that have ended. Counts only generation that this process drives."""
 
@@ -123,13 +140,19 @@ class GuardedDriver:
         return parties_of(self.policy, self.generation)
 
     def guard_setup(self, module: Any) -> None:
-        """Guards the waits inside NeMo RL's ``setup``.
+        """Guards the waits inside NeMo RL's ``setup``, and finds the generation object as soon as it exists.
 
         Args:
             module: The module of ``setup``.
         """
         if hasattr(module, MAKES_SYNC):
             self._replace(module, MAKES_SYNC, self._making_sync)
+        for kind in (getattr(module, name) for name in GENERATIONS if hasattr(module, name)):
+            self._replace(kind, "__init__", self._making_generation)
+            if hasattr(kind, PREPARES):
+                self._replace(kind, PREPARES, self._bounding(Phase.SYNC, f"the rollout's {PREPARES}"))
+        # With the default transport, `setup` itself waits for trainers and engines to join.
+        self._replace(module, "ray", lambda stock: _Names(stock, get=self._get_in_setup))
 
     def guard_loops(self, module: Any) -> None:
         """Guards the waits of NeMo RL's loops, and makes the policy's workers end before the rollout's.
@@ -146,6 +169,8 @@ class GuardedDriver:
         self._replace(module, REFIT, self._bounding(Phase.SYNC, "the refit"))
         if self._prove_sync_freq >= 0:
             self._replace(module, REFIT, self._proving)
+        if hasattr(type(self.policy), FINALIZES):
+            self._replace(module, REFIT, self._after_saves)
         for name in ROLLOUTS:
             if hasattr(module, name):
                 self._replace(module, name, self._bounding(Phase.ROLLOUT, "generation", self._ended_responses))
@@ -155,6 +180,8 @@ class GuardedDriver:
         for name, phase in POLICY_CALLS.items():
             if hasattr(type(self.policy), name):
                 self._replace(type(self.policy), name, self._noting(phase))
+        if hasattr(type(self.policy), FINALIZES):
+            self._replace(type(self.policy), FINALIZES, self._finalizing)
         for name, counting in (("generate", self._counting), ("generate_async", self._counting_each)):
             if hasattr(kind, name):
                 self._replace(kind, name, counting)
@@ -174,10 +201,16 @@ class GuardedDriver:
             owner.shutdown()
 
     def making(self, factory: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the factory of the policy, so that a worker that dies before ``setup`` returns can be found."""
+        """Wraps the factory of the policy, so that a worker that dies or hangs before ``setup`` returns is found."""
 
         def make(*args: Any, **kwargs: Any) -> Any:
             self.policy = factory(*args, **kwargs)
+            kind = type(self.policy)
+            for name in JOINS:
+                if hasattr(kind, name):
+                    self._replace(kind, name, self._joining)
+            if hasattr(kind, PREPARES):
+                self._replace(kind, PREPARES, self._bounding(Phase.SYNC, f"the trainers' {PREPARES}"))
             return self.policy
 
         return make
@@ -198,7 +231,8 @@ class GuardedDriver:
             if verdict is error:
                 raise
             raise verdict from error
-        except BaseException:
+        except BaseException as error:
+            self._end_at_once(error)
             self.end()
             raise
 
@@ -207,10 +241,14 @@ class GuardedDriver:
         """Ends all workers when the body ends. The body runs the script.
 
         Raises:
-            JobError: If the body has failed because of a worker; says which.
+            JobError: If the body has failed because of a worker; says which. Also if the body ends well after NeMo RL
+                has swallowed the error of the last wait.
         """
         with self.judging():
             yield
+            # NeMo RL only prints the errors of asynchronous GRPO's first refit and of the calls after the last step.
+            if (swallowed := self._waits.failure) is not None:
+                raise swallowed
             self._end_in_order()
         self.end()
 
@@ -234,7 +272,13 @@ class GuardedDriver:
         def shutdown(generation: Any, *args: Any, **kwargs: Any) -> Any:
             if generation is not self.generation:
                 return end_generation(generation, *args, **kwargs)
-            if (failure := sys.exc_info()[1]) is not None:
+            failure = sys.exc_info()[1] or self._waits.failure
+            if failure is None:
+                try:
+                    self._end_in_order()
+                except Exception as error:
+                    failure = error  # NeMo RL would only print it, so `ending` raises it
+            if failure is not None:
                 self._end_at_once(failure)
             try:
                 self.policy.shutdown()
@@ -246,7 +290,8 @@ class GuardedDriver:
 
     def _end_at_once(self, failure: BaseException) -> None:
         """Ends all workers after a failure. Does not wait for workers that wait for another process."""
-        groups = [getattr(each, "worker_group", None) for each in (self.policy, self.generation)]
+        own = getattr(self.generation, "_policy", None)  # Megatron's engines of a dedicated policy
+        groups = [getattr(each, "worker_group", None) for each in (self.policy, self.generation, own)]
         if not any(group is not None and group.workers for group in groups):
             return
         cause = self._verdict.on(failure, self._waits.failed_in)
@@ -303,6 +348,27 @@ class GuardedDriver:
 
         return refit
 
+    def _finalizing(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def finalize(*args: Any, **kwargs: Any) -> Any:
+            self._is_saved.clear()
+            try:
+                return stock(*args, **kwargs)
+            finally:
+                self._is_saved.set()
+
+        return finalize
+
+    def _after_saves(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def refit(*args: Any, **kwargs: Any) -> Any:
+            # A trainer does one call at a time. So its part in the refit waits for the save, however long that takes.
+            if not self._is_saved.is_set():
+                self._waits.bounded(Phase.SAVE, "the save in the background", self._is_saved.wait)
+            return stock(*args, **kwargs)
+
+        return refit
+
     def _noting(self, phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def make(stock: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(stock)
@@ -313,6 +379,31 @@ class GuardedDriver:
             return call
 
         return make
+
+    def _making_generation(self, stock: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(stock)
+        def init(generation: Any, *args: Any, **kwargs: Any) -> None:
+            stock(generation, *args, **kwargs)
+            if self.generation is None:
+                self.generation = generation
+
+        return init
+
+    def _joining(self, stock: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        @functools.wraps(stock)
+        def join(*args: Any, **kwargs: Any) -> list[Any]:
+            calls = stock(*args, **kwargs)
+            self._joins.update(calls)
+            return calls
+
+        return join
+
+    def _get_in_setup(self, refs: Any, **options: Any) -> Any:
+        """Calls ``ray.get``, under the deadline of phase ``joint`` if it waits for trainers to join the rollout."""
+        get = functools.partial(ray.get, refs, **options)
+        if not isinstance(refs, list) or self._joins.isdisjoint(refs):
+            return get()
+        return self._waits.bounded(Phase.JOINT, "joining the rollout", get)
 
     def _making_sync(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(stock)

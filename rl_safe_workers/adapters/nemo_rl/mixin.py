@@ -65,20 +65,35 @@ class SafePolicyMixin:
         with self.safe.outermost(Phase.LOGPROB):
             return super().get_logprobs(*args, **kwargs)  # type: ignore[misc]
 
+    def get_reference_policy_logprobs(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one forward batch of the reference policy as phase ``logprob``, with its swaps; see `get_logprobs`."""
+        with self.safe.outermost(Phase.LOGPROB):
+            return super().get_reference_policy_logprobs(*args, **kwargs)  # type: ignore[misc]
+
+    def get_topk_logits(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one forward batch for the largest logits as phase ``logprob``; see `get_logprobs`."""
+        with self.safe.outermost(Phase.LOGPROB):
+            return super().get_topk_logits(*args, **kwargs)  # type: ignore[misc]
+
+    def calibrate_qkv_fp8_scales(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one forward batch for the scales of an fp8 KV cache as phase ``logprob``; see `get_logprobs`."""
+        with self.safe.outermost(Phase.LOGPROB):
+            return super().calibrate_qkv_fp8_scales(*args, **kwargs)  # type: ignore[misc]
+
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> Any:
         """Offloads gradients and optimizer. Raises LifecycleError if the bootstrap has not run."""
         self.safe.trainer.comms.require("offload")
         return super().prepare_for_lp_inference(*args, **kwargs)  # type: ignore[misc]
 
     def offload_before_refit(self, *args: Any, **kwargs: Any) -> Any:
-        """Offloads before a refit. Raises LifecycleError if the bootstrap has not run."""
-        self.safe.trainer.comms.require("offload")
-        return super().offload_before_refit(*args, **kwargs)  # type: ignore[misc]
+        """Offloads before a refit, beside a save in the background. Raises LifecycleError before the bootstrap."""
+        with self.safe.offloading():
+            return super().offload_before_refit(*args, **kwargs)  # type: ignore[misc]
 
     def offload_after_refit(self, *args: Any, **kwargs: Any) -> Any:
-        """Offloads after a refit. Raises LifecycleError if the bootstrap has not run."""
-        self.safe.trainer.comms.require("offload")
-        return super().offload_after_refit(*args, **kwargs)  # type: ignore[misc]
+        """Offloads after a refit, beside a save in the background. Raises LifecycleError before the bootstrap."""
+        with self.safe.offloading():
+            return super().offload_after_refit(*args, **kwargs)  # type: ignore[misc]
 
     def init_collective(self, *args: Any, **kwargs: Any) -> None:
         """Joins the communicator with the rollout ranks, within ``timeouts.joint``.
@@ -159,7 +174,7 @@ class SafePolicyMixin:
             super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def finalize_async_save(self) -> None:
-        """Waits until the save in the background is complete, on every rank.
+        """Waits until the save in the background is complete, on every rank. Does nothing within an offload.
 
         Raises:
             CheckpointError: On every rank, if a rank has failed.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -33,6 +33,7 @@ from rl_safe_workers.adapters.shards import ShardWriter
 from rl_safe_workers.adapters.weight_update import WeightUpdate
 from rl_safe_workers.comms.bootstrap import HostGroups
 from rl_safe_workers.compat.param_gathers import complete_param_gathers
+from rl_safe_workers.config import MegatronConfig
 from rl_safe_workers.control.bounded import within
 from rl_safe_workers.errors import CommunicatorError, in_one_line
 from rl_safe_workers.lifecycle import Phase, timeout_setting
@@ -63,6 +64,13 @@ class NemoRlComms(HostComms):
             (parallel_state.get_pipeline_model_parallel_group(), "pp", (OpClass.GATHER_SCATTER,)),
         ]
 
+    def unlimited(self, megatron: MegatronConfig) -> Collection[str]:
+        """Returns the pipeline group if there are stages: an export broadcasts each weight over it.
+
+        Bridge does so in models/conversion/param_mapping.py:431, at each refit.
+        """
+        return ("pp",) if megatron.pipeline_model_parallel_size > 1 else ()
+
 
 class PolicyProcess(HostedTrainer):
     """The trainer behind our worker. It has the world, groups, bootstrap, phases with deadlines, saves and teardown.
@@ -78,6 +86,7 @@ class PolicyProcess(HostedTrainer):
         self.settings = settings
         self.import_groups = 0
         self._importing = False
+        self._offloading = False
         self._stage = Phase.START
         """The phase to report if the constructor fails outside of the lifecycle's phases."""
         self.distributed_optimizer = True
@@ -224,8 +233,27 @@ class PolicyProcess(HostedTrainer):
 
         return initialize_model_parallel
 
+    @contextmanager
+    def offloading(self) -> Iterator[None]:
+        """Runs the host's offload in the body, without a wait for the save in the background. Not collective.
+
+        The host waits there (megatron_policy_worker.py:3080, 3177), because its own saver still reads the parameters.
+        Ours has copied them to host memory.
+
+        Raises:
+            LifecycleError: If the bootstrap has not run.
+        """
+        self.trainer.comms.require("offload")
+        outer, self._offloading = self._offloading, True  # one of the host's offloads calls the other
+        try:
+            yield
+        finally:
+            self._offloading = outer
+
     def finish_saves(self, finish: Callable[[], object]) -> None:
-        """Waits for the save in the background, as phase ``save``. Collective over: the training world, by the store.
+        """Waits for the save in the background, as phase ``save``. Does nothing in the body of `offloading`.
+
+        Collective over: the training world, by the store.
 
         Args:
             finish: The host's own wait, which then has nothing left to do.
@@ -234,6 +262,8 @@ class PolicyProcess(HostedTrainer):
             CheckpointError: On every rank, if a rank has failed.
             PhaseTimeoutError: If ranks have not written or did not come in time; names them.
         """
+        if self._offloading:
+            return
         with self.trainer.phase(Phase.SAVE) if self.saves else nullcontext():
             finish()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl_safe_workers.adapters.weight_update import ROLLOUT
+from rl_safe_workers.adapters.job_inquiry import ROLLOUT
 from rl_safe_workers.frames import Frame
 
 ROLLOUT_PLACES = {

@@ -7,8 +7,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import wraps
 from typing import Any
 
+from rl_safe_workers.adapters.job_inquiry import ROLLOUT
 from rl_safe_workers.adapters.verl.process import TrainerProcess
-from rl_safe_workers.adapters.weight_update import ROLLOUT, WeightUpdate
+from rl_safe_workers.adapters.weight_update import WeightUpdate
 from rl_safe_workers.frames import Frame, relative, telling_frame
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, Role

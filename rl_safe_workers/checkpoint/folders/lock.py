@@ -183,8 +183,13 @@ def _try_to_take(path: Path) -> int | None:
         with ExitStack() as opened:
             descriptor = _open(path)
             opened.callback(os.close, descriptor)
-            if not _try_lock(descriptor):
-                return None
+            try:
+                if not _try_lock(descriptor):
+                    return None
+            except OSError:
+                if Holder.parse(os.pread(descriptor, _LIMIT_BYTES, 0)) == _me():
+                    path.unlink(missing_ok=True)  # this process has just made it
+                raise
             if not _is_current(descriptor, path):
                 continue
             holder = Holder.parse(os.pread(descriptor, _LIMIT_BYTES, 0))
