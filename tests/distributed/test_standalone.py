@@ -183,7 +183,7 @@ def test_a_rank_without_room_for_groups_that_no_budget_limits_refuses_the_bootst
     text = f"the communicators will take {mib} MiB of device memory and {mib - 1} MiB are free"
     assert [message.startswith(text) for message in messages] == [False, False, True, False]
     assert [message.startswith(f"bootstrap: rank 2: {text}") for message in messages] == [True, True, False, True]
-    assert all("channel_limits() makes the arguments" in message for message in messages)
+    assert all("that channel_limits(max_ctas=...) returns" in message for message in messages)
 
 
 def test_a_rank_with_just_enough_room_is_not_refused(address) -> None:

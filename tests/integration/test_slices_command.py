@@ -52,7 +52,10 @@ def test_the_table_the_json_and_the_copy_tell_the_same(checkpoint: Path, layout:
 
 
 REFUSED = {
-    "no such host": (("--node", "2", "--gpus-per-node", "2"), "--node 2: 4 trainers, 2 to a host, are on host 0-1"),
+    "no such host": (
+        ("--node", "2", "--gpus-per-node", "2"),
+        "--node 2 does not exist: 4 trainers with --gpus-per-node 2 use hosts 0-1;",
+    ),
     "no host at all": (("--node", "0", "--gpus-per-node", "0"), "--gpus-per-node 0: a host has at least one"),
     "a layout that does not divide the trainers": (("--node", "0", "cluster.num_trainers=3"), "3 trainers do not"),
     "a layout that does not divide the model": (
