@@ -6,6 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, compress, groupby, pairwise
@@ -241,7 +242,8 @@ class Outgoing:
         try:
             self._pack(bucket, counted, buffer, training_rank, parts, digests)
         except Exception:
-            counted.drain(sum(spec.name in self.mine for spec in bucket.specs))
+            with suppress(Exception):  # the first error is the cause
+                counted.drain(sum(spec.name in self.mine for spec in bucket.specs))
             raise
 
     def _pack(

@@ -223,7 +223,7 @@ class WeightSync(Part):
             # Ranks that wait for this one in the joint group then fail at once.
             self.leave(failed=True)
         elif group is not None:
-            group.limit(_PAIR_SHARE * self.rank.remaining())
+            group.limit((_PAIR_SHARE if self._colocated else _FLUSH_SHARE) * self.rank.remaining())
         failed_now: Failure | None = None
         try:
             # Without memory this rank packs nothing. If others need its weights, `_agree` has raised before.

@@ -36,7 +36,7 @@ _ASK_S, _ABORT_S = 1e-4, 10.0
 _PREFIX, _WORLD = "joint", "joint group"
 _SHARE = 0.8
 _LATE = "did not connect in time"
-_AHEAD = 8
+_AHEAD = 2
 """Most unfinished broadcasts on a GPU for each part. A CUDA stream takes some 1,000 launches. With more, the launch
 itself would wait, without a deadline."""
 _CTAS = 64
@@ -220,13 +220,13 @@ class JointGroup:
 
     def _await_earlier(self) -> Failure | None:
         """Waits on a GPU until few broadcasts are under way; returns a failure if they do not end in time."""
-        deadline = self._deadline.at_most(_SHARE * self._sync_timeout)
+        deadline, began_s = self._deadline.at_most(_SHARE * self._sync_timeout), time.monotonic()
         try:
             while len(self._under_way) > _AHEAD * len(self._groups):
                 if self._under_way[0].is_completed():
                     self._under_way.popleft()
                 elif deadline.expired:
-                    return _timed_out(deadline.waited_s)
+                    return _timed_out(time.monotonic() - began_s)
                 else:
                     time.sleep(_ASK_S)
         except RuntimeError as error:

@@ -390,6 +390,13 @@ def test_polls_end_when_an_engine_has_died(ends, monkeypatch) -> None:
     assert caught.value.culprit == RankId(Role.ROLLOUT, 0)
 
 
+def test_an_error_of_the_polls_counts_if_nemo_rl_prints_it(ends) -> None:
+    """NeMo RL v0.7.0 and older print each error of the asynchronous loop, and return."""
+    module, driver = _guarded(ends, [_started()], [_started()])
+    with pytest.raises(JobError, match="hang: phase rollout, generation"), driver.ending(), suppress(PhaseTimeoutError):
+        module.wait_for_batch(_started(), [0, 1], ready=4)
+
+
 def test_polls_go_on_as_long_as_responses_end(ends) -> None:
     module, _ = _guarded(ends, [], [])
     started_s = time.monotonic()

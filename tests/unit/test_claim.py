@@ -22,7 +22,7 @@ def _failing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(fcntl, "lockf", lockf)
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_a_file_system_without_locks_only_warns(number: int, tmp_path: Path, monkeypatch, caplog) -> None:
     _failing(monkeypatch, number)
     with caplog.at_level(logging.WARNING), claimed({KEY: tmp_path / "new"}):
@@ -30,6 +30,13 @@ def test_a_file_system_without_locks_only_warns(number: int, tmp_path: Path, mon
     (record,) = caplog.records
     assert record.message.startswith(f"{KEY}: no other run may use {tmp_path / 'new'}: its file system has no locks (")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_lock_of_another_host_is_heeded_without_locks(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / RUN_LOCK).write_text('{"host": "another", "pid": 1}')
+    _failing(monkeypatch, errno.ENOLCK)
+    with pytest.raises(ConfigError, match="cannot be locked"), claimed({KEY: tmp_path}):
+        pass
 
 
 def test_another_failure_of_a_lock_blames_no_run(tmp_path: Path, monkeypatch) -> None:

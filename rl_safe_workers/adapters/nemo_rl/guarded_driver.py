@@ -464,14 +464,15 @@ class _Polls:
         if timeout is not None or self._waits.is_bounding:
             return ray.get(refs, timeout=timeout, **options)
         limit_s = self._waits.timeout_s(Phase.ROLLOUT)
-        try:
-            found = ray.get(refs, timeout=limit_s, **options)
-        except ray.exceptions.GetTimeoutError:
-            raise self._waits.late(Phase.ROLLOUT, "generation", limit_s) from None
-        except ray.exceptions.RayError as error:
-            if (blaming := self._waits.blaming("generation", error)) is None:
-                raise
-            raise blaming from error
+        with self._waits.waiting(Phase.ROLLOUT):
+            try:
+                found = ray.get(refs, timeout=limit_s, **options)
+            except ray.exceptions.GetTimeoutError:
+                raise self._waits.late(Phase.ROLLOUT, "generation", limit_s) from None
+            except ray.exceptions.RayError as error:
+                if (blaming := self._waits.blaming("generation", error)) is None:
+                    raise
+                raise blaming from error
         if isinstance(found, int):
             self._answers.append(found)
         return found
@@ -483,10 +484,11 @@ class _Polls:
             PhaseTimeoutError: If the answers have not changed within the timeout of generation.
             RunError: If an engine has died.
         """
-        self._looks.check()
-        answers, self._answers = tuple(self._answers), []
-        waited_s = self._standstill.seconds(answers)
-        if waited_s >= self._waits.timeout_s(Phase.ROLLOUT):
-            detail = "no prompt's responses have ended for that long"
-            raise self._waits.late(Phase.ROLLOUT, "generation", waited_s, detail)
+        with self._waits.waiting(Phase.ROLLOUT):
+            self._looks.check()
+            answers, self._answers = tuple(self._answers), []
+            waited_s = self._standstill.seconds(answers)
+            if waited_s >= self._waits.timeout_s(Phase.ROLLOUT):
+                detail = "no prompt's responses have ended for that long"
+                raise self._waits.late(Phase.ROLLOUT, "generation", waited_s, detail)
         time.sleep(seconds)

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 RUN_LOCK = "run.lock"
 """Name of the lock's file in a folder that a run writes to."""
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
-"""Error numbers by which a file system says that it has no locks."""
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Error numbers by which a file system says that it has no locks. Lustre's is ENOSYS."""
 
 
 @contextmanager
@@ -60,7 +60,8 @@ def _claim(folder: Path, key: str, held: ExitStack) -> None:
         raise ConfigError(f"{key}: {folder} cannot be made: {error.strerror or error}") from error
     except CheckpointError as error:
         cause = error.__cause__
-        if isinstance(cause, OSError) and cause.errno in _NO_LOCKS:
+        # If a lock's file is there, it is another run's: ours was removed.
+        if isinstance(cause, OSError) and cause.errno in _NO_LOCKS and not os.path.lexists(lock):
             logger.warning("%s: no other run may use %s: its file system has no locks (%s)", key, folder, cause)
         elif isinstance(cause, OSError) or not _is_lock(lock):
             raise ConfigError(f"{key}: {error}") from error
