@@ -378,7 +378,7 @@ class Neighbours:
         """Removes this rank from the folder; the last rank removes the folder itself. Evidence stays."""
         self._has_left = True
         (self.folder / f"process_{self._rank}").unlink(missing_ok=True)
-        if not any(self.folder.glob("process_*")) and not self.evidence.exists():
+        if not _entries(self.folder) and not self.evidence.exists():
             for _ in range(_TRIES):  # a thread of notes may write a file meanwhile, and the folder is then not empty
                 if self.folder.exists():
                     shutil.rmtree(self.folder, ignore_errors=True)  # another rank may be about to do the same
@@ -408,10 +408,18 @@ def new_evidence() -> Path:
     return Path(tempfile.mkdtemp(prefix=_PREFIX)) / _VERDICT
 
 
+def _entries(folder: Path) -> list[Path]:
+    """Returns the files by which ranks have joined in a folder; empty if the last rank has removed the folder."""
+    try:
+        return list(folder.glob("process_*"))
+    except FileNotFoundError:
+        return []
+
+
 def _ranks_of(folder: Path) -> list[RankProcess]:
     """Returns the ranks that have joined in a folder. Leaves out a rank whose process id another process now has."""
     found = []
-    for file in folder.glob("process_*"):
+    for file in _entries(folder):
         with suppress(OSError, ValueError):  # it has left meanwhile
             entry = read_foreign(file, limit_bytes=_ENTRY_BYTES, within=folder, uid=os.getuid())
             pid, created_s = entry.decode().split()

@@ -196,6 +196,18 @@ def test_a_rank_whose_folder_is_gone_says_so_and_judges_nobody(
     assert "nobody can be asked where the ranks are: " in caplog.text
 
 
+def test_a_rank_leaves_a_folder_that_another_rank_removes(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def removed(*_: object) -> None:
+        raise FileNotFoundError("another rank was faster")  # as glob of Python 3.11 does
+
+    neighbours = object.__new__(Neighbours)
+    neighbours._rank, neighbours.folder = 0, temporary / "gone"
+    neighbours.evidence = neighbours.folder / "verdict"
+    monkeypatch.setattr(Path, "glob", removed)
+    neighbours.leave()
+    assert neighbours._has_left
+
+
 def test_late_ranks_blame_the_holder_of_the_file_lock(temporary: Path) -> None:
     now_s = time.time()
 
