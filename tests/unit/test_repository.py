@@ -578,19 +578,20 @@ def test_a_script_needs_no_more_than_the_base_dependencies_torch_and_megatron() 
     assert done.returncode == 0, done.stderr
 
 
+def _import_without(refused: list[str], names: list[str]) -> None:
+    """Imports modules in a process that refuses some packages."""
+    code = f"import sys; sys.modules.update(dict.fromkeys({refused})); import {', '.join(names)}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_our_part_of_a_vllm_worker_needs_neither_megatron_nor_ray() -> None:
     # A host's environment for vLLM may have neither.
     names = ["rl_safe_workers.rollout.proved_worker", "rl_safe_workers.rollout.sync_proof"]
-    refused = "import sys; sys.modules.update(dict.fromkeys(['megatron', 'mbridge', 'ray', 'vllm']))"
-    command = [sys.executable, "-c", f"{refused}; import {', '.join(names)}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    _import_without(["megatron", "mbridge", "ray", "vllm"], names)
 
 
 def test_the_drivers_of_hosts_need_no_megatron() -> None:
     # NeMo RL installs megatron-core for its workers alone.
     names = ["rl_safe_workers.adapters.nemo_rl.launch", "rl_safe_workers.adapters.swift.ray_waits"]
-    refused = "import sys; sys.modules.update(dict.fromkeys(['megatron', 'mbridge', 'vllm']))"
-    command = [sys.executable, "-c", f"{refused}; import {', '.join(names)}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    _import_without(["megatron", "mbridge", "vllm"], names)
