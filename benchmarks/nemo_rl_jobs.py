@@ -8,26 +8,31 @@ import os
 import re
 import sys
 import tarfile
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from benchmarks import host_jobs
 from benchmarks.host_meter import FAULT_NAME, TURNS, Call
 from benchmarks.nemo_rl_meter import FIRST_VLLM_PORT, JOB, OURS, SIDE
+from rl_safe_workers.errors import ResourceError
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "recipes" / "nemo_rl"
 START = ROOT / "benchmarks" / "nemo_rl_start"
 FIRST_PORT, PORTS, PLACES = 1400, 30, 20
 _FIRST_VLLM_PORT, _VLLM_PORTS = 25_000, 200
-"""First port and number of ports. Each job has its own ports, in the range that NeMo RL uses. So at most 20 jobs run at
-a time."""
+"""First port and number of ports. Each job on the machine has its own ports, in the range that NeMo RL uses. So at most
+20 jobs run at a time."""
 _PLACES = itertools.count()
 KEPT_BYTES = 300_000
 """Largest number of bytes to keep of one log."""
@@ -159,15 +164,33 @@ def run_jobs(
 
     Raises:
         Exception: An error that ``look`` has raised, once all jobs have ended.
+        ResourceError: If other jobs on this machine have all ports.
     """
-    runs = [_start(job, next(_PLACES) % PLACES) for job in jobs]
-    began = time.time()
-    with ThreadPoolExecutor(len(runs)) as pool:
-        looks = [pool.submit(_look_when_still, run, look) for run in runs if look is not None]
-        _await_ends(runs, began=began, limit_s=limit_s, cut_s=cut_s)
-    for each in looks:
-        each.result()
-    return runs
+    with ExitStack() as places:
+        runs = [_start(job, places.enter_context(own_place())) for job in jobs]
+        began = time.time()
+        with ThreadPoolExecutor(len(runs)) as pool:
+            looks = [pool.submit(_look_when_still, run, look) for run in runs if look is not None]
+            _await_ends(runs, began=began, limit_s=limit_s, cut_s=cut_s)
+        for each in looks:
+            each.result()
+        return runs
+
+
+@contextmanager
+def own_place() -> Iterator[int]:
+    """Yields the number of a range of ports that no other job on this machine has until the body ends."""
+    first = next(_PLACES)
+    for place in ((first + more) % PLACES for more in range(PLACES)):
+        lock = FileLock(Path(tempfile.gettempdir()) / f"rl_safe_bench_ports_{place}.lock")
+        try:
+            held = lock.acquire(blocking=False)
+        except Timeout:
+            continue
+        with held:
+            yield place
+        return
+    raise ResourceError(f"bench nemo_rl: {PLACES} other jobs have all ports")
 
 
 def _look_when_still(run: Run, look: Callable[[Run], None]) -> None:

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("psutil")
 
 from benchmarks import host_meter, nemo_rl, nemo_rl_meter
-from benchmarks.nemo_rl_jobs import START, Job, module_search_path, run_jobs
+from benchmarks.nemo_rl_jobs import START, Job, module_search_path, own_place, run_jobs
 from benchmarks.nemo_rl_meter import OURS, SAVE, SIDE, STOCK, TRAIN
 from benchmarks.table import Row
 
@@ -87,6 +87,20 @@ def _quiet(line: str) -> None: ...
 
 def _by_name(rows: list[Row]) -> dict[str, Row]:
     return {row.name: row for row in rows}
+
+
+def test_jobs_of_two_benchmarks_have_different_ports() -> None:
+    code = "from benchmarks.nemo_rl_jobs import own_place\nwith own_place() as place:\n    print(place)"
+    for _ in range(2):
+        with own_place() as mine, own_place() as other:
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                env={**os.environ, "PYTHONPATH": module_search_path()},
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            assert len({mine, other, int(done.stdout)}) == 3
 
 
 def test_a_placement_is_run_and_resumed(source: Path) -> None:
