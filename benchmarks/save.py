@@ -1,8 +1,9 @@
 """Times saves and loads of an MoE checkpoint against megatron-core's, of large tensors against torch.save, and audits.
 
 Workload A: 48 layers x 128 experts, weights and two moments, hidden size 16: 18,720 sharded tensors on each of four
-gloo ranks (EP2, expert data-parallel 2). Workload B: 4 GiB in large tensors. The peer saves as the frameworks do: fully
-parallel and with validation. It loads with megatron-core's default, which is faster here than the fully-parallel load.
+gloo ranks (EP2, expert data-parallel 2). Workload B: 4 GiB in large tensors. Workload C: 2 layers x 64 experts, hidden
+size 512, so that each expert has megabytes. The peer saves as the frameworks do: fully parallel and with validation. It
+loads with megatron-core's default, which is faster here than the fully-parallel load.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks.save_ranks import RANKS
+from benchmarks.save_ranks import LATER, RANKS
 from benchmarks.table import Goal, Row, at_most, machine_in_words
 from rl_safe_workers.errors import RunError
 from rl_safe_workers.own_process import module_command
@@ -46,12 +47,13 @@ def measure(report: Callable[[str], None]) -> list[Row]:
         ours, peer, different = _workload_a(Path(folder), report)
         audit_s = _audit(Path(folder) / "round_0" / "ours_0" / "global_step_1")
         report(f"audit of A: {audit_s:.2f} s")
+    experts = _run("experts", report)
     large = _run("large", report)
     scaling = _run("scaling", report)
     with tempfile.TemporaryDirectory(prefix="rl_safe_bench_") as folder:
         large_audit_s = _audit(_many_tensors(Path(folder)))
         report(f"audit of {AUDITED_TENSORS} tensors: {large_audit_s:.2f} s")
-    return _rows(ours, peer, different, large, scaling, audit_s, large_audit_s)
+    return _rows(ours, peer, different, experts, large, scaling, audit_s, large_audit_s)
 
 
 def _workload_a(folder: Path, report: Callable[[str], None]) -> tuple[Seconds, Seconds, float]:
@@ -136,6 +138,7 @@ def _rows(
     ours: Seconds,
     peer: Seconds,
     different: float,
+    experts: Seconds,
     large: Seconds,
     scaling: Seconds,
     audit_s: float,
@@ -151,6 +154,15 @@ def _rows(
         ("A, load", "s", median(ours["load"]), median(peer["load"]), at_most(0.10), ROUNDS),
         ("A, read each other's at EP2, EP4, EP1: different", "", different, None, at_most(0), 6),
         ("B, save, peer: torch.save and fsync", "s", median(large["ours"]), median(large["plain"]), at_most(1.25), 4),
+        ("C, later saves", "s", median(experts["ours later"]), median(experts["peer later"]), at_most(1), LATER),
+        (
+            "C, megatron-core loads our save, peer: its own save",
+            "s",
+            median(experts["peer loads ours"]),
+            median(experts["peer loads its own"]),
+            at_most(1.25),
+            len(experts["peer loads ours"]),
+        ),
         ("A, cost per doubling of layers, worst", "", _worst_growth(by_layers), None, at_most(2.2), 5),
         ("A, cost per doubling of experts, worst", "", _worst_growth(by_experts), None, at_most(1.3), 5),
         ("audit of A", "s", audit_s, None, at_most(2), 1),

@@ -245,6 +245,25 @@ def _copy(shard: Any) -> Any:
     return replace(shard, data=shard.data.clone())
 
 
+def experts(ranks: Ranks) -> None:
+    """Times saves of workload C, and megatron-core's loads of our save and of its own, in turns."""
+    from benchmarks.inventory import MoeInventory
+
+    inventory = MoeInventory(layers=2, experts=64, hidden=512)
+    state = dict(inventory.shards(ranks.rank, ep=EP, expert_dp=EXPERT_DP))
+    for i in range(1 + LATER):
+        label = "later" if i else "first"
+        ranks.timed(f"ours {label}", partial(ranks.save, _described_anew(state), f"ours_{i}"))
+        ranks.timed(f"peer {label}", partial(ranks.save_as_peer, _described_anew(state), f"peer_{i}"))
+        for name in ("ours", "peer") if i else ():
+            ranks.remove(f"{name}_{i}")
+    target = _zeroed({key: _copy(shard) for key, shard in state.items()})
+    for i in range(4):
+        for label, name in (("peer loads ours", OURS), ("peer loads its own", "peer_0")):
+            # The first load imports modules.
+            ranks.timed(label if i else "warm up", partial(ranks.load_as_peer, _described_anew(target), name))
+
+
 def large(ranks: Ranks) -> None:
     """Times workload B in turns: our save, and the same bytes by plain torch.save and fsync."""
     import torch
@@ -289,6 +308,7 @@ JOBS: dict[str, Callable[[Ranks], None]] = {
     "ours": ours,
     "peer": peer,
     "interop": interop,
+    "experts": experts,
     "large": large,
     "scaling": scaling,
 }

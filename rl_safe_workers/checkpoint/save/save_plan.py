@@ -16,6 +16,10 @@ from rl_safe_workers.checkpoint.state.pieces import Piece, coalesce, signature
 
 EXPERT_MARK = ".experts."
 """Substring of the keys of expert parameters, which are replicated over the expert data-parallel group."""
+JOINED_BYTES = 2**20
+"""Most bytes of sharded tensors that are written as one chunk. Megatron-core reads a whole chunk for each sharded
+tensor that it fills from it. With 64 experts of 1.5 MiB in one chunk, its load took 80 times as long as from its own
+save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +71,7 @@ def make_plan(tensors: list[ShardedTensor], object_keys: list[str], replicas: Re
         object_keys: Unique keys of the objects that this rank writes.
         replicas: Number of ranks that hold each tensor.
     """
-    pieces = coalesce(tensors)
+    pieces = coalesce(tensors, most_bytes=JOINED_BYTES)
     writes = sorted(_writes(pieces, replicas), key=lambda write: write[0].key)
     sizes = [piece.size_bytes * (rows.stop - rows.start) // piece.rows for piece, rows in writes]
     holdings = Holdings(_entries(pieces, writes), object_keys)

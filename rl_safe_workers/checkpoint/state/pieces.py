@@ -1,17 +1,17 @@
 """Pieces: the parts of global tensors that a rank holds, few and large.
 
 The cost of a torch_dist save depends on its number of sharded tensors, not on its bytes. Megatron makes one for each
-expert, matrix and optimizer state. Here neighbours become one piece: all local experts of a layer and matrix are one
+expert, matrix and optimizer state. Here neighbours become one piece: small local experts of a layer and matrix are one
 chunk ``[num_local_experts, ...]`` of the global tensor ``[num_experts, ...]``. Megatron's own saves have the same
 global tensor under the same key, so each side can read the other's checkpoints.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from operator import attrgetter
 from typing import Any
 
@@ -61,7 +61,7 @@ class Piece:
     @property
     def size_bytes(self) -> int:
         """Size in bytes."""
-        return prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def rows(self) -> int:
@@ -170,15 +170,19 @@ signature = attrgetter("key", "global_offset", "local_shape", "dtype", "replica_
 """The fields of a sharded tensor that decide its piece; equal signatures give equal pieces."""
 
 
-def coalesce(shards: Sequence[ShardedTensor]) -> list[Piece]:
+def coalesce(shards: Sequence[ShardedTensor], *, most_bytes: float = math.inf) -> list[Piece]:
     """Joins neighbours of one global tensor, axis by axis, into as few pieces as possible.
 
     Sharded tensors join if they have the same key, dtype and replica id, and lie side by side along one axis.
+
+    Args:
+        shards: The sharded tensors.
+        most_bytes: Largest size of a joined piece in bytes. A larger sharded tensor is a piece by itself.
     """
     by_tensor: defaultdict[Any, list[Piece]] = defaultdict(list)
     for number, shard in enumerate(shards):
         by_tensor[shard.key, shard.dtype, shard.replica_id].append(_to_piece(number, shard))
-    return [joined for group in by_tensor.values() for joined in _join(group)]
+    return [joined for group in by_tensor.values() for joined in _join(group, most_bytes)]
 
 
 def _to_piece(number: int, shard: ShardedTensor) -> Piece:
@@ -189,7 +193,7 @@ def _to_piece(number: int, shard: ShardedTensor) -> Piece:
     )
 
 
-def _join(pieces: list[Piece]) -> list[Piece]:
+def _join(pieces: list[Piece], most_bytes: float) -> list[Piece]:
     # Begin with the last axis, so that halves of a gated layer become whole rows before the rows become experts.
     for axis in reversed(range(len(pieces[0].shape))):
         if len(pieces) == 1:
@@ -198,19 +202,20 @@ def _join(pieces: list[Piece]) -> list[Piece]:
         for piece in pieces:
             offset, shape = piece.offset, piece.shape
             lines[offset[:axis], offset[axis + 1 :], shape[:axis], shape[axis + 1 :]].append(piece)
-        pieces = [joined for line in lines.values() for joined in _join_line(line, axis)]
+        pieces = [joined for line in lines.values() for joined in _join_line(line, axis, most_bytes)]
     return pieces
 
 
-def _join_line(line: list[Piece], axis: int) -> Iterator[Piece]:
+def _join_line(line: list[Piece], axis: int, most_bytes: float) -> Iterator[Piece]:
     line.sort(key=lambda piece: piece.offset[axis])
-    run = [line[0]]
+    run, size_bytes = [line[0]], line[0].size_bytes
     for piece in line[1:]:
-        if run[-1].offset[axis] + run[-1].shape[axis] == piece.offset[axis]:
+        size_bytes += piece.size_bytes
+        if run[-1].offset[axis] + run[-1].shape[axis] == piece.offset[axis] and size_bytes <= most_bytes:
             run.append(piece)
         else:
             yield _join_run(run, axis)
-            run = [piece]
+            run, size_bytes = [piece], piece.size_bytes
     yield _join_run(run, axis)
 
 
