@@ -246,7 +246,7 @@ def _copy(shard: Any) -> Any:
 
 
 def experts(ranks: Ranks) -> None:
-    """Times saves of workload C, and megatron-core's loads of our save and of its own, in turns."""
+    """Times saves of workload C. Then times our loads, and megatron-core's of our save and of its own, in turns."""
     from benchmarks.inventory import MoeInventory
 
     inventory = MoeInventory(layers=2, experts=64, hidden=512)
@@ -262,6 +262,9 @@ def experts(ranks: Ranks) -> None:
         for label, name in (("peer loads ours", OURS), ("peer loads its own", "peer_0")):
             # The first load imports modules.
             ranks.timed(label if i else "warm up", partial(ranks.load_as_peer, _described_anew(target), name))
+        described = _described_anew(target)
+        load = partial(ranks.loader.load, lambda state=described: state, ranks.folder / OURS, timeout=PATIENCE)
+        ranks.timed("ours loads" if i else "warm up", load)
 
 
 def large(ranks: Ranks) -> None:

@@ -32,16 +32,19 @@ def state_of(rank: int, *, step: int = 0, ep: int = EP, size: int = SIZE, hidden
     local = EXPERTS // ep
     for layer in range(LAYERS):
         prefix = f"decoder.layers.{layer}.mlp.experts.experts."
-        for matrix, shape in {"linear_fc1": (2 * hidden, hidden), "linear_fc2": (hidden, hidden)}.items():
+        # Megatron makes two sharded tensors of a gated matrix.
+        for matrix, halves in {"linear_fc1": 2, "linear_fc2": 1}.items():
             for expert in range(rank % ep * local, (rank % ep + 1) * local):
-                data = torch.arange(float(hidden * shape[0])).view(shape) + 1000 * expert + 7 * layer + step
-                state[f"{prefix}{expert}.{matrix}"] = ShardedTensor.from_rank_offsets(
-                    f"{prefix}{matrix}.weight",
-                    data,
-                    (0, expert, EXPERTS),
-                    replica_id=(0, 0, rank // ep),
-                    prepend_axis_num=1,
-                )
+                data = torch.arange(float(hidden * hidden)).view(hidden, hidden) + 1000 * expert + 7 * layer + step
+                for half in range(halves):
+                    state[f"{prefix}{expert}.{matrix}.{half}"] = ShardedTensor.from_rank_offsets(
+                        f"{prefix}{matrix}.weight",
+                        data + 100 * half,
+                        (0, expert, EXPERTS),
+                        (1, half, halves),
+                        replica_id=(0, 0, rank // ep),
+                        prepend_axis_num=1,
+                    )
                 state[f"{prefix}{expert}.{matrix}.extra"] = ShardedObject(
                     f"{prefix}{matrix}._extra_state", None, (EXPERTS,), (expert,), (0, 0, rank // ep)
                 )

@@ -39,8 +39,9 @@ def _run(function: Any, *args: Any) -> list[Outcome]:
         return run_ranks(function, SIZE, address, *args)
 
 
-def _save_and_reshard(rank: int, address: StoreAddress, root: Path) -> dict[str, Any]:
+def _save_and_reshard(rank: int, address: StoreAddress, root: Path, joined_bytes: int) -> dict[str, Any]:
     cpu.apply()
+    save_plan.JOINED_BYTES = joined_bytes
     saving = Saving(rank, address)
     found: dict[str, Any] = {}
     with recorded_collectives() as collectives:
@@ -82,11 +83,18 @@ def _exchange_with_stock(saving: Saving, root: Path) -> dict[str, list[str]]:
 def saved(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     """A directory with a checkpoint of each step, and what came back from it on each rank."""
     root = tmp_path_factory.mktemp("saved")
-    return root, values(_run(_save_and_reshard, root))
+    return root, values(_run(_save_and_reshard, root, save_plan.JOINED_BYTES))
 
 
-def test_every_step_comes_back_bit_for_bit_also_resharded_and_across_megatron_core(saved) -> None:
-    for found in saved[1]:
+@pytest.fixture(scope="module")
+def saved_apart(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    """The same, with experts too large to be joined."""
+    root = tmp_path_factory.mktemp("saved_apart")
+    return root, values(_run(_save_and_reshard, root, 0))
+
+
+def test_every_step_comes_back_bit_for_bit_also_resharded_and_across_megatron_core(saved, saved_apart) -> None:
+    for found in saved[1] + saved_apart[1]:
         assert len(found) == len(STEPS) + 2 + 6 + 1
         assert all(not different for different in found.values()), found
 
@@ -103,6 +111,15 @@ def test_the_experts_of_a_rank_are_one_chunk_under_megatrons_key_and_shape(saved
         assert sorted((chunk.offsets, chunk.sizes) for chunk in entry.chunks) == [
             ((0, 0, 0), (4, 16, 8)),
             ((4, 0, 0), (4, 16, 8)),
+        ]
+
+
+def test_each_half_of_a_large_expert_is_a_chunk(saved_apart) -> None:
+    index = read_index(saved_apart[0] / "global_step_1")
+    for layer in range(LAYERS):
+        entry = index.tensors[f"decoder.layers.{layer}.mlp.experts.experts.linear_fc1.weight"]
+        assert sorted((chunk.offsets, chunk.sizes) for chunk in entry.chunks) == [
+            ((expert, row, 0), (1, 8, 8)) for expert in range(EXPERTS) for row in (0, 8)
         ]
 
 

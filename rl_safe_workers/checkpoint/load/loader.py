@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import chain, starmap
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -355,8 +356,8 @@ def read_pieces(tensors: Sequence[ShardedTensor], index: CheckpointIndex, blobs:
     """
     data = [tensor.data for tensor in tensors]
     pieces = coalesce(tensors)
-    overlaps = [_covering(piece, index.tensors[piece.key]) for piece in pieces]
-    for piece, chunks in zip(pieces, overlaps, strict=True):
+    found = [(piece, _covering(piece, index.tensors[piece.key])) for piece in pieces]
+    for piece, chunks in chain.from_iterable(starmap(_by_part, found)):
         target = piece.buffer(data)
         entry = index.tensors[piece.key]
         if _stored(piece, entry) != piece.shape:
@@ -364,6 +365,21 @@ def read_pieces(tensors: Sequence[ShardedTensor], index: CheckpointIndex, blobs:
         for chunk, there, here in chunks:
             target[here].copy_(blobs.load_tensor(chunk, piece.key, chunk_bytes(entry, chunk))[there])
         piece.scatter(data, target)
+
+
+def _by_part(piece: Piece, chunks: list[_Overlap]) -> Iterator[tuple[Piece, list[_Overlap]]]:
+    """Yields the parts of a piece if each chunk fills one of them; else the piece itself.
+
+    Chunks of large experts are then read straight into their tensors, without a copy in between.
+    """
+    parts = {(part.start, part.shape): part for part in piece.parts}
+    places = [(tuple(s.start for s in here), tuple(s.stop - s.start for s in here)) for _, _, here in chunks]
+    if len(parts) == 1 or len(places) != len(parts) or not parts.keys() >= set(places):
+        yield piece, chunks
+        return
+    for place, (chunk, there, _) in zip(places, chunks, strict=True):
+        part = piece.alone(parts[place])
+        yield part, [(chunk, there, tuple(map(slice, part.shape)))]
 
 
 def _stored(piece: Piece, entry: TensorEntry) -> Index:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
+from dataclasses import dataclass, replace
+from operator import add, attrgetter
 from typing import Any
 
 import torch
@@ -67,6 +67,12 @@ class Piece:
     def rows(self) -> int:
         """Length of the first axis, along which the piece can be cut; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
+
+    def alone(self, part: Part) -> Piece:
+        """Returns a part as a piece of its own."""
+        offset = tuple(map(add, self.offset, part.start))
+        parts = (replace(part, start=(0,) * len(part.shape)),)
+        return replace(self, offset=offset, shape=part.shape, parts=parts, is_stack=False)
 
     def tensor(self, tensors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
         """Returns rows of the piece along its first axis: a view if it has one contiguous part, else a new tensor.
