@@ -21,6 +21,7 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
 
+from rl_safe_workers.control.connection import own_connection
 from rl_safe_workers.control.seal import Seal
 from rl_safe_workers.errors import StoreLostError
 
@@ -50,7 +51,7 @@ class Board:
         """
         # Use a connection of its own. NCCL's first collectives wait in the group's connection, and block it for the
         # rest of the process.
-        self._store: Any = store.clone()  # type: ignore[attr-defined]
+        self._store: Any = own_connection(store)
         self._seal, self._who = Seal(secret), who
         self.phase = ""
         self._numbers: dict[str, int] = {}
@@ -195,7 +196,9 @@ def lost_store(who: str) -> Iterator[None]:
     try:
         yield
     except DistNetworkError as error:
-        raise StoreLostError(f"{who} has lost the run's store: its owner, training rank 0, has ended") from error
+        raise StoreLostError(
+            f"{who} has lost the run's store: its owner, training rank 0, has ended, or its machine is gone"
+        ) from error
 
 
 def forget_where(store: Store, is_gone: Callable[[str], bool]) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from rl_safe_workers.compat import torch_groups
+from rl_safe_workers.control.connection import own_connection
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.shared_secret import SharedSecret
 from rl_safe_workers.errors import CommunicatorError
@@ -123,7 +124,7 @@ class WorldEntry(Part):
         rank, size = dist.get_rank(), dist.get_world_size()
         with self.rank.lifecycle.enter(Phase.WORLD):
             # Use a connection of its own: NCCL waits in the group's connection for peers, and blocks it for all others.
-            connection = torch_groups.default_store().clone()
+            connection = own_connection(torch_groups.default_store())
             self.rank.store = PrefixStore("rl_safe", connection)
             self.rank.world = TrainingWorld(training_rank=rank, size=size, joint_ranks=tuple(range(size)))
             deadline = Deadline.after(self.rank.timeout(Phase.WORLD))

@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
+from rl_safe_workers.control.connection import own_connection
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.lifecycle import Phase
@@ -78,7 +79,7 @@ class EngineWorld:
             store, world=f"engine {self.engine}", rank=self.rank, members=self.members, secret=address.secret
         )
         control.barrier(Phase.START, Deadline.after(timeout))
-        own: dist.Store = store.clone()  # type: ignore[attr-defined]
+        own: dist.Store = own_connection(store)
         dist.init_process_group(
             "gloo", store=PrefixStore("engine", own), rank=self.rank, world_size=self.size, timeout=timeout
         )

@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, Store
 
 from rl_safe_workers.control.board import forget_where
 from rl_safe_workers.control.bounded import failure_of, in_background
+from rl_safe_workers.control.connection import own_connection
 from rl_safe_workers.control.deadline import Background, Deadline, DeadlineExceededError
 from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import NO_OUTCOME, ControlPlane, Operation
@@ -98,7 +99,7 @@ class JointGroup:
         # The group would also wait for missing ranks, but could not name them.
         control.barrier(Phase.JOINT, deadline)
         # Use a connection of its own: NCCL waits in it for peers without end, and blocks it for all others.
-        prefix = PrefixStore(f"{_PREFIX}/{generation}", control.store.clone())  # type: ignore[attr-defined]
+        prefix = PrefixStore(f"{_PREFIX}/{generation}", own_connection(control.store))
         # The stubs leave out what it inherits from Backend.
         self._groups: dict[int, Any] = {}
         """The communicators of this rank, by part; empty if the group is closed."""

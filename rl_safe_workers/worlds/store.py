@@ -7,6 +7,7 @@ from datetime import timedelta
 
 from torch.distributed import DistNetworkError, TCPStore
 
+from rl_safe_workers.control.connection import end_if_lost
 from rl_safe_workers.control.seal import new_secret
 from rl_safe_workers.errors import CommunicatorError
 from rl_safe_workers.worlds.address import StoreAddress
@@ -45,9 +46,11 @@ def connect_store(address: StoreAddress, *, timeout: timedelta) -> TCPStore:
         CommunicatorError: If there is no connection within ``timeout``.
     """
     try:
-        return TCPStore(address.host, address.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        store = TCPStore(address.host, address.port, is_master=False, wait_for_workers=False, timeout=timeout)
     except DistNetworkError as error:
         raise CommunicatorError(
             f"no store at {address.host}:{address.port} within {timeout.total_seconds():.0f} s: "
             "training rank 0, which serves it, has ended or cannot be reached from this host"
         ) from error
+    end_if_lost(store)
+    return store

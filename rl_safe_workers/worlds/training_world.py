@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from rl_safe_workers.compat import torch_groups
+from rl_safe_workers.control.connection import own_connection
 from rl_safe_workers.errors import CommunicatorError
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def init_training_world(
             f"this process already has a default group of {dist.get_world_size()} ranks; in a host that creates it, "
             "use carve_training_world"
         )
-    own: Store = store.clone()  # type: ignore[attr-defined]
+    own: Store = own_connection(store)
     dist.init_process_group(
         backend,
         store=PrefixStore("train", own),
