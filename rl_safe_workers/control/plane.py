@@ -377,7 +377,8 @@ class Gathering:
         self._operation, self._step = operation, step
         self._reports = [f"{step}/report/{rank}" for rank in range(operation.size)]
         self._decision = f"{step}/decision"
-        self._is_concluded = False
+        self._concluded: bytes | None = None
+        """The decision that this rank has published; None if there is none."""
 
     def report(self, value: Any = None, *, failure: Failure | None = None) -> None:
         """Publishes or replaces this rank's report. Does not wait."""
@@ -421,9 +422,9 @@ class Gathering:
 
     def conclude(self, value: Any = None, *, failure: Failure | None = None) -> None:
         """Publishes the decision. Rank 0 calls it; a second call changes nothing."""
-        if not self._is_concluded:
-            self._is_concluded = True
-            self._operation.put(self._decision, Report(failure, value).to_bytes())
+        if self._concluded is None:
+            self._concluded = Report(failure, value).to_bytes()
+            self._operation.put(self._decision, self._concluded)
 
     def decision(self) -> Report | None:
         """Returns the decision; None if there is none yet. Does not wait."""
@@ -436,6 +437,8 @@ class Gathering:
         Raises:
             PhaseTimeoutError: If there is none when the time is up; names the ranks that have not reported, or rank 0.
         """
+        if self._concluded is not None:
+            return self._decided(self._concluded)
         messages = self._operation.read([self._decision], deadline)
         if messages is None:
             raise self._late(deadline)

@@ -88,11 +88,27 @@ class CudaProbe:
 
     def reserved(self) -> int:
         """Returns the bytes that the allocator of this process has reserved on the device."""
-        return int(torch.cuda.memory_reserved(self._device))
+        return reserved_bytes(self._device)
 
     def allocated(self) -> int:
         """Returns the bytes that tensors of this process hold, a part of the reserved bytes."""
-        return int(torch.cuda.memory_allocated(self._device))
+        return allocated_bytes(self._device)
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Returns the bytes that torch's allocator of this process has reserved on a CUDA device."""
+    return _of_allocator(device, "reserved_bytes")
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Returns the bytes that tensors of this process hold on a CUDA device."""
+    return _of_allocator(device, "allocated_bytes")
+
+
+def _of_allocator(device: torch.device, statistic: str) -> int:
+    """Returns one statistic. ``torch.cuda.memory_reserved`` lists and sorts all of them first, some 130."""
+    statistics = torch.cuda.memory_stats_as_nested_dict(device)
+    return int(statistics[statistic]["all"]["current"]) if statistics else 0  # empty before the first use of CUDA
 
 
 def free_bytes(device: torch.device) -> int:
@@ -136,7 +152,7 @@ def outside_torch(device: torch.device) -> Callable[[], int] | None:
         free, total = torch.cuda.mem_get_info(device)
         return total - free
 
-    return lambda: int((of_process or used)() - torch.cuda.memory_reserved(device))
+    return lambda: (of_process or used)() - reserved_bytes(device)
 
 
 class DeviceMemory:
@@ -185,12 +201,12 @@ class DeviceMemory:
         self._before: int | None = None
 
     def begin(self, phase: Phase) -> None:
-        """Records the memory outside torch's allocator.
+        """Records the memory outside torch's allocator, if its growth in this phase counts.
 
         If it is called several times before `end`, the first call counts. A worker that creates its CUDA context before
         its first phase calls it before both.
         """
-        if self._before is None:
+        if self._before is None and phase not in self._shared:
             self._before = self._probe.used() - self._mapped()
 
     def end(self, phase: Phase) -> dict[str, int]:

@@ -13,7 +13,7 @@ from rl_safe_workers.control.bounded import in_background
 from rl_safe_workers.control.deadline import Background, Deadline
 from rl_safe_workers.diagnostics.memory_growth import MemoryGrowth
 from rl_safe_workers.errors import in_one_line
-from rl_safe_workers.platforms.device_memory import outside_torch
+from rl_safe_workers.platforms.device_memory import allocated_bytes, outside_torch, reserved_bytes
 from rl_safe_workers.platforms.host_memory import own_bytes, shared_memory_bytes
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class MemoryWatch:
         known = {
             HOST: own_bytes(),
             SHARED: shared_memory_bytes() if self._first_here else None,
-            TENSORS: torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else None,
+            TENSORS: allocated_bytes(self._device) if self._device.type == "cuda" else None,
             OUTSIDE: self._outside_before(),
         }
         for leak in self._growth.cycle({owner: taken for owner, taken in known.items() if taken is not None}):
@@ -79,9 +79,9 @@ class MemoryWatch:
 
     def _read(self, outside: Callable[[], int]) -> int | None:
         """Returns the memory outside torch. Returns None if torch's own has changed meanwhile: it is subtracted."""
-        before = torch.cuda.memory_reserved(self._device)
+        before = reserved_bytes(self._device)
         found = outside()
-        return found if torch.cuda.memory_reserved(self._device) == before else None
+        return found if reserved_bytes(self._device) == before else None
 
 
 def is_first_here(rank: int) -> bool:

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from rl_safe_workers.lifecycle import Lifecycle, Phase
-from rl_safe_workers.platforms.device_memory import DeviceMemory, make_room, megatron_owned
+from rl_safe_workers.platforms.device_memory import (
+    DeviceMemory,
+    allocated_bytes,
+    make_room,
+    megatron_owned,
+    reserved_bytes,
+)
 from rl_safe_workers.ranks import Role
 
 DEVICE = torch.device("cuda")
@@ -89,6 +95,20 @@ def test_growth_in_a_phase_shared_with_another_process_is_booked_to_no_one(probe
     memory = DeviceMemory(DEVICE, dict, shared={Phase.SYNC}, probe=probe)
     assert grow(memory, probe, Phase.SYNC, 5000) == {}
     assert grow(memory, probe, Phase.JOINT, 300) == {"communicators": 300}
+
+
+def test_memory_is_not_read_before_a_phase_whose_growth_does_not_count(probe, monkeypatch) -> None:
+    memory = DeviceMemory(DEVICE, dict, shared={Phase.SYNC}, probe=probe)
+    monkeypatch.setattr(probe, "used", lambda: pytest.fail("it was read"))
+    memory.begin(Phase.SYNC)
+
+
+def test_torchs_statistics_before_and_after_the_first_use_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    statistics: dict[str, Any] = {}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: statistics)
+    assert (reserved_bytes(DEVICE), allocated_bytes(DEVICE)) == (0, 0)
+    statistics |= {"reserved_bytes": {"all": {"current": 5}}, "allocated_bytes": {"all": {"current": 3}}}
+    assert (reserved_bytes(DEVICE), allocated_bytes(DEVICE)) == (5, 3)
 
 
 def test_owners_are_not_asked_again_after_a_phase_that_moves_nothing(probe) -> None:

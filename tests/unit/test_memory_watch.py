@@ -58,8 +58,8 @@ def test_memory_outside_torch_is_read_while_the_process_goes_on(
         return 50 * MIB * next(outside)
 
     monkeypatch.setattr("rl_safe_workers.workers.memory_watch.outside_torch", lambda device: slow)
-    monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: 0)
-    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: next(reserved))
+    monkeypatch.setattr("rl_safe_workers.workers.memory_watch.allocated_bytes", lambda device: 0)
+    monkeypatch.setattr("rl_safe_workers.workers.memory_watch.reserved_bytes", lambda device: next(reserved))
     watch = MemoryWatch("rank 0", torch.device("cuda", 0), first_here=False)
     # The first reading does not count, because torch's memory has changed meanwhile. The second one is awaited twice.
     for step in range(12):
@@ -75,8 +75,8 @@ def test_a_reading_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch, caplo
         raise RuntimeError("CUDA error: out of order")
 
     monkeypatch.setattr("rl_safe_workers.workers.memory_watch.outside_torch", lambda device: fail)
-    monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: 0)
-    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 0)
+    monkeypatch.setattr("rl_safe_workers.workers.memory_watch.allocated_bytes", lambda device: 0)
+    monkeypatch.setattr("rl_safe_workers.workers.memory_watch.reserved_bytes", lambda device: 0)
     watch = MemoryWatch("rank 0", torch.device("cuda", 0), first_here=False)
     watch.step()
     _await_reading(watch)

@@ -48,7 +48,8 @@ def put(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     monkeypatch.setattr(nvml_memory, "_allocated", fake.allocated)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**37 - fake.used - fake.neighbour, 2**37))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100 * MIB)
+    statistics = {"reserved_bytes": {"all": {"current": 100 * MIB}}}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: statistics)
     return fake
 
 
