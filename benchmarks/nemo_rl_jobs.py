@@ -167,7 +167,8 @@ def run_jobs(
         ResourceError: If other jobs on this machine have all ports.
     """
     with ExitStack() as places:
-        runs = [_start(job, places.enter_context(own_place())) for job in jobs]
+        numbers = [places.enter_context(own_place()) for _ in jobs]
+        runs = [_start(job, number) for job, number in zip(jobs, numbers, strict=True)]
         began = time.time()
         with ThreadPoolExecutor(len(runs)) as pool:
             looks = [pool.submit(_look_when_still, run, look) for run in runs if look is not None]
@@ -185,7 +186,7 @@ def own_place() -> Iterator[int]:
         lock = FileLock(Path(tempfile.gettempdir()) / f"rl_safe_bench_ports_{place}.lock")
         try:
             held = lock.acquire(blocking=False)
-        except Timeout:
+        except (Timeout, PermissionError):  # the file of another user
             continue
         with held:
             yield place

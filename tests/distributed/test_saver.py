@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 
 from rl_safe_workers.checkpoint.folders.manifest import SHARDS, complete_checkpoints
 from rl_safe_workers.checkpoint.format.index import read_index
+from rl_safe_workers.checkpoint.load import loader
 from rl_safe_workers.checkpoint.save import save_plan, saver
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError, PhaseTimeoutError
 from rl_safe_workers.platforms import cpu
@@ -41,7 +42,7 @@ def _run(function: Any, *args: Any) -> list[Outcome]:
 
 def _save_and_reshard(rank: int, address: StoreAddress, root: Path, joined_bytes: int) -> dict[str, Any]:
     cpu.apply()
-    save_plan.JOINED_BYTES = joined_bytes
+    save_plan.JOINED_BYTES = loader.LARGE_BYTES = joined_bytes
     saving = Saving(rank, address)
     found: dict[str, Any] = {}
     with recorded_collectives() as collectives:

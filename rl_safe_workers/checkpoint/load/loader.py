@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 OPEN_FILES = 32
 """Most files that a load keeps open: a checkpoint of a thousand ranks has a thousand files."""
+LARGE_BYTES = 2**18
+"""Size from which a part is read by itself."""
 LISTED = 10
 """Most keys that an error names."""
 OURS_TO_IGNORE = ("rng_state/", "common_state/")
@@ -357,7 +359,8 @@ def read_pieces(tensors: Sequence[ShardedTensor], index: CheckpointIndex, blobs:
     data = [tensor.data for tensor in tensors]
     pieces = coalesce(tensors)
     found = [(piece, _covering(piece, index.tensors[piece.key])) for piece in pieces]
-    for piece, chunks in chain.from_iterable(starmap(_by_part, found)):
+    # In the order of the files: several ranks may have written the experts of a matrix.
+    for piece, chunks in sorted(chain.from_iterable(starmap(_by_part, found)), key=_first_place):
         target = piece.buffer(data)
         entry = index.tensors[piece.key]
         if _stored(piece, entry) != piece.shape:
@@ -367,14 +370,21 @@ def read_pieces(tensors: Sequence[ShardedTensor], index: CheckpointIndex, blobs:
         piece.scatter(data, target)
 
 
+def _first_place(read: tuple[Piece, list[_Overlap]]) -> tuple[str, int]:
+    places = [chunk.place for chunk, _, _ in read[1] if chunk.place is not None]
+    return min(((place.file, place.offset) for place in places), default=("", 0))
+
+
 def _by_part(piece: Piece, chunks: list[_Overlap]) -> Iterator[tuple[Piece, list[_Overlap]]]:
     """Yields the parts of a piece if each chunk fills one of them; else the piece itself.
 
-    Chunks of large experts are then read straight into their tensors, without a copy in between.
+    Chunks of large experts are then read straight into their tensors, without a copy in between. Small ones go to a GPU
+    together.
     """
     parts = {(part.start, part.shape): part for part in piece.parts}
     places = [(tuple(s.start for s in here), tuple(s.stop - s.start for s in here)) for _, _, here in chunks]
-    if len(parts) == 1 or len(places) != len(parts) or not parts.keys() >= set(places):
+    is_large = piece.size_bytes >= LARGE_BYTES * len(parts)
+    if not is_large or len(parts) == 1 or len(places) != len(parts) or not parts.keys() >= set(places):
         yield piece, chunks
         return
     for place, (chunk, there, _) in zip(places, chunks, strict=True):

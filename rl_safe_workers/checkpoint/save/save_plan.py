@@ -17,9 +17,9 @@ from rl_safe_workers.checkpoint.state.pieces import Piece, coalesce, signature
 EXPERT_MARK = ".experts."
 """Substring of the keys of expert parameters, which are replicated over the expert data-parallel group."""
 JOINED_BYTES = 2**20
-"""Most bytes of sharded tensors that are written as one chunk. Megatron-core reads a whole chunk for each sharded
-tensor that it fills from it. With 64 experts of 1.5 MiB in one chunk, its load took 80 times as long as from its own
-save."""
+"""Largest chunk in bytes that joins several sharded tensors. A larger one is a chunk of its own. Megatron-core reads
+a whole chunk for each sharded tensor that it fills from it. With 64 experts of 1.5 MiB in one chunk, its load took
+80 times as long as from its own save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

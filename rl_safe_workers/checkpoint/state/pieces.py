@@ -177,7 +177,7 @@ signature = attrgetter("key", "global_offset", "local_shape", "dtype", "replica_
 
 
 def coalesce(shards: Sequence[ShardedTensor], *, most_bytes: float = math.inf) -> list[Piece]:
-    """Joins neighbours of one global tensor, axis by axis, into as few pieces as possible.
+    """Joins neighbours of one global tensor, axis by axis, into few, large pieces.
 
     Sharded tensors join if they have the same key, dtype and replica id, and lie side by side along one axis.
 
