@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch.distributed import Store
@@ -38,6 +39,8 @@ from rl_safe_workers.root_cause import report_from_text, report_of, report_to_te
 
 logger = logging.getLogger(__name__)
 
+_SHOWN_FAILURES = 8
+"""Most different failures that an error lists."""
 NO_OUTCOME = "did not report in time"
 """The text in `ControlPlane.exchange_outcomes` for a rank that has not reported its outcome in time."""
 
@@ -412,7 +415,7 @@ class Gathering:
         failures = {rank: report.failure for rank, report in enumerate(reports) if report.failure is not None}
         if failures:
             members = self._operation.members
-            text = "; ".join(f"training rank {rank}: {failure.text}" for rank, failure in failures.items())
+            text = _in_short({rank: failure.text for rank, failure in failures.items()})
             first = next(iter(failures.values()))
             # A rank that failed only because of another rank's failure is not the culprit.
             culprits = [failure.by(members[rank]).culprit for rank, failure in failures.items()]
@@ -509,6 +512,19 @@ class Gathering:
         if missing:
             return self._operation.late(missing, deadline, place=self._step)
         return self._operation.late([0], deadline, key=self._decision)
+
+
+def _in_short(failures: Mapping[int, str]) -> str:
+    """Returns the failures of training ranks, the same one once. If all ranks fail, every rank gets this text."""
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, text in failures.items():
+        ranks_by_text.setdefault(text, []).append(rank)
+    shown = [
+        f"training rank {format_ranks(ranks)}: {text}" for text, ranks in islice(ranks_by_text.items(), _SHOWN_FAILURES)
+    ]
+    if more := len(ranks_by_text) - len(shown):
+        shown.append(f"and {more} more")
+    return "; ".join(shown)
 
 
 class Mailbox:

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from rl_safe_workers.checkpoint.folders.manifest import SHARDS, complete_checkpoints
 from rl_safe_workers.checkpoint.format.index import read_index
 from rl_safe_workers.checkpoint.load import loader
-from rl_safe_workers.checkpoint.save import save_plan, saver
+from rl_safe_workers.checkpoint.save import balance, save_plan, saver
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError, PhaseTimeoutError
 from rl_safe_workers.platforms import cpu
 from rl_safe_workers.ranks import trainer_id, trainer_ids
@@ -43,6 +43,7 @@ def _run(function: Any, *args: Any) -> list[Outcome]:
 def _save_and_reshard(rank: int, address: StoreAddress, root: Path, joined_bytes: int) -> dict[str, Any]:
     cpu.apply()
     save_plan.JOINED_BYTES = loader.LARGE_BYTES = joined_bytes
+    balance.CUT_BYTES = min(balance.CUT_BYTES, joined_bytes)
     saving = Saving(rank, address)
     found: dict[str, Any] = {}
     with recorded_collectives() as collectives:
@@ -89,7 +90,7 @@ def saved(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def saved_apart(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
-    """The same, with experts too large to be joined."""
+    """The same, with experts too large to be joined, and a replicated tensor that is cut."""
     root = tmp_path_factory.mktemp("saved_apart")
     return root, values(_run(_save_and_reshard, root, 0))
 
@@ -117,6 +118,7 @@ def test_the_experts_of_a_rank_are_one_chunk_under_megatrons_key_and_shape(saved
 
 def test_each_half_of_a_large_expert_is_a_chunk(saved_apart) -> None:
     index = read_index(saved_apart[0] / "global_step_1")
+    assert len(index.tensors["embedding"].chunks) > SIZE  # the ranks share it
     for layer in range(LAYERS):
         entry = index.tensors[f"decoder.layers.{layer}.mlp.experts.experts.linear_fc1.weight"]
         assert sorted((chunk.offsets, chunk.sizes) for chunk in entry.chunks) == [

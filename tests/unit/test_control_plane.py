@@ -109,6 +109,22 @@ def test_a_failure_of_one_rank_is_raised_by_all_with_its_kind_and_its_rank(world
         assert (str(error), error.culprit) == ("training rank 1: another model", trainer_id(1))
 
 
+@pytest.mark.parametrize(
+    ("texts", "told"),
+    [
+        (("the disk is full", "the disk is full"), "training rank 0-1: the disk is full"),
+        (("file 0 is gone", "file 1 is gone"), "training rank 0: file 0 is gone; and 1 more"),
+    ],
+)
+def test_the_error_of_many_ranks_stays_short(
+    texts: tuple[str, str], told: str, world, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_safe_workers.control.plane._SHOWN_FAILURES", 1)
+    failures = [*map(CheckpointError, texts), None]
+    error = world.each(lambda plane: _decide(plane, failure=failures[plane.rank]))[2]
+    assert str(error) == told
+
+
 @pytest.mark.parametrize(("foreign", "kind"), [({}, RunError), ({"foreign": CheckpointError}, CheckpointError)])
 def test_an_error_that_is_not_ours_becomes_what_the_caller_says(foreign: dict[str, Any], kind: type, world) -> None:
     failure = OSError()  # without a message

@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from itertools import chain, starmap
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -359,8 +358,13 @@ def read_pieces(tensors: Sequence[ShardedTensor], index: CheckpointIndex, blobs:
     data = [tensor.data for tensor in tensors]
     pieces = coalesce(tensors)
     found = [(piece, _covering(piece, index.tensors[piece.key])) for piece in pieces]
-    # In the order of the files: several ranks may have written the experts of a matrix.
-    for piece, chunks in sorted(chain.from_iterable(starmap(_by_part, found)), key=_first_place):
+    reads = [
+        read
+        for piece, chunks in found
+        for read in _apart(piece, chunks, is_in_place=_is_in_place(piece, data, index.tensors[piece.key]))
+    ]
+    # In the order of the files: many ranks may have written parts of one tensor.
+    for piece, chunks in sorted(reads, key=_first_place):
         target = piece.buffer(data)
         entry = index.tensors[piece.key]
         if _stored(piece, entry) != piece.shape:
@@ -375,12 +379,22 @@ def _first_place(read: tuple[Piece, list[_Overlap]]) -> tuple[str, int]:
     return min(((place.file, place.offset) for place in places), default=("", 0))
 
 
-def _by_part(piece: Piece, chunks: list[_Overlap]) -> Iterator[tuple[Piece, list[_Overlap]]]:
-    """Yields the parts of a piece if each chunk fills one of them; else the piece itself.
+def _is_in_place(piece: Piece, data: Sequence[torch.Tensor], entry: TensorEntry) -> bool:
+    """Returns True if the chunks of a piece are read straight into its tensor, and fill it."""
+    return (
+        len(piece.parts) == 1 and data[piece.parts[0].number].is_contiguous() and _stored(piece, entry) == piece.shape
+    )
+
+
+def _apart(piece: Piece, chunks: list[_Overlap], *, is_in_place: bool) -> Iterator[tuple[Piece, list[_Overlap]]]:
+    """Yields what can be read at different times: each chunk of a piece, or each part that a chunk fills, or it all.
 
     Chunks of large experts are then read straight into their tensors, without a copy in between. Small ones go to a GPU
     together.
     """
+    if is_in_place:
+        yield from ((piece, [chunk]) for chunk in chunks)
+        return
     parts = {(part.start, part.shape): part for part in piece.parts}
     places = [(tuple(s.start for s in here), tuple(s.stop - s.start for s in here)) for _, _, here in chunks]
     is_large = piece.size_bytes >= LARGE_BYTES * len(parts)
