@@ -155,21 +155,12 @@ def _rows(
         ("A, read each other's at EP2, EP4, EP1: different", "", different, None, at_most(0), 6),
         ("B, save, peer: torch.save and fsync", "s", median(large["ours"]), median(large["plain"]), at_most(1.25), 4),
         ("C, later saves", "s", median(experts["ours later"]), median(experts["peer later"]), at_most(1), LATER),
-        (
-            "C, megatron-core loads our save, peer: its own save",
-            "s",
-            median(experts["peer loads ours"]),
-            median(experts["peer loads its own"]),
-            at_most(1.25),
-            len(experts["peer loads ours"]),
-        ),
-        (
-            "C, load, peer: megatron-core, its own save",
-            "s",
-            median(experts["ours loads"]),
-            median(experts["peer loads its own"]),
-            at_most(1.25),
-            len(experts["ours loads"]),
+        *(
+            (f"C, {name}", "s", median(seconds), median(experts["peer loads its own"]), at_most(1.25), len(seconds))
+            for name, seconds in (
+                ("megatron-core loads our save, peer: its own save", experts["peer loads ours"]),
+                ("load, peer: megatron-core, its own save", experts["ours loads"]),
+            )
         ),
         ("A, cost per doubling of layers, worst", "", _worst_growth(by_layers), None, at_most(2.2), 5),
         ("A, cost per doubling of experts, worst", "", _worst_growth(by_experts), None, at_most(1.3), 5),

@@ -258,7 +258,7 @@ def experts(ranks: Ranks) -> None:
         for name in ("ours", "peer") if i else ():
             ranks.remove(f"{name}_{i}")
     target = _zeroed({key: _copy(shard) for key, shard in state.items()})
-    for i in range(4):
+    for i in range(1 + LATER):
         for label, name in (("peer loads ours", OURS), ("peer loads its own", "peer_0")):
             # The first load imports modules.
             ranks.timed(label if i else "warm up", partial(ranks.load_as_peer, _described_anew(target), name))

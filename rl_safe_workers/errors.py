@@ -141,6 +141,16 @@ def in_one_line(error: BaseException) -> str:
     return line if isinstance(error, RlSafeError) else f"{type(error).__name__}: {line}"
 
 
+def in_short(sentences: Sequence[str], *, shown: int) -> str:
+    """Joins the first sentences, and gives the number of the others.
+
+    >>> in_short(["a", "b", "c"], shown=2)
+    'a; b; and 1 more'
+    """
+    joined = "; ".join(sentences[:shown])
+    return joined if len(sentences) <= shown else f"{joined}; and {len(sentences) - shown} more"
+
+
 def foreign_cause(error: BaseException) -> ForeignCause:
     """Returns the kind of foreign failure that an error is, or is caused by; ``UNKNOWN`` if there is none."""
     link: BaseException | None = error

@@ -17,7 +17,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from itertools import islice
 from typing import Any, NamedTuple
 
 from torch.distributed import Store
@@ -32,6 +31,7 @@ from rl_safe_workers.errors import (
     RunError,
     StoreLostError,
     first_line,
+    in_short,
 )
 from rl_safe_workers.lifecycle import timeout_setting
 from rl_safe_workers.ranks import RankId, format_ranks
@@ -381,7 +381,7 @@ class Gathering:
         self._reports = [f"{step}/report/{rank}" for rank in range(operation.size)]
         self._decision = f"{step}/decision"
         self._concluded: bytes | None = None
-        """The decision that this rank has published; None if there is none."""
+        """The decision as this rank has published it; None before."""
 
     def report(self, value: Any = None, *, failure: Failure | None = None) -> None:
         """Publishes or replaces this rank's report. Does not wait."""
@@ -415,7 +415,7 @@ class Gathering:
         failures = {rank: report.failure for rank, report in enumerate(reports) if report.failure is not None}
         if failures:
             members = self._operation.members
-            text = _in_short({rank: failure.text for rank, failure in failures.items()})
+            text = _failures_in_short({rank: failure.text for rank, failure in failures.items()})
             first = next(iter(failures.values()))
             # A rank that failed only because of another rank's failure is not the culprit.
             culprits = [failure.by(members[rank]).culprit for rank, failure in failures.items()]
@@ -514,17 +514,13 @@ class Gathering:
         return self._operation.late([0], deadline, key=self._decision)
 
 
-def _in_short(failures: Mapping[int, str]) -> str:
+def _failures_in_short(failures: Mapping[int, str]) -> str:
     """Returns the failures of training ranks, the same one once. If all ranks fail, every rank gets this text."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, text in failures.items():
         ranks_by_text.setdefault(text, []).append(rank)
-    shown = [
-        f"training rank {format_ranks(ranks)}: {text}" for text, ranks in islice(ranks_by_text.items(), _SHOWN_FAILURES)
-    ]
-    if more := len(ranks_by_text) - len(shown):
-        shown.append(f"and {more} more")
-    return "; ".join(shown)
+    sentences = [f"training rank {format_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+    return in_short(sentences, shown=_SHOWN_FAILURES)
 
 
 class Mailbox:

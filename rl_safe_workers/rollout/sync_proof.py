@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from rl_safe_workers.errors import WeightSyncError
+from rl_safe_workers.errors import WeightSyncError, in_short
 
 logger = logging.getLogger(__name__)
 
-_SHOWN = 3
+SHOWN = 3
 """Number of wrong weights that a message names."""
 
 
@@ -230,22 +230,16 @@ class ProvedSyncs:
         if proof is None:
             return None
         seconds, redone = proof.seconds, 0
-        if wrong := agree(in_short(proof.differences())):
+        if wrong := agree(in_short(proof.differences(), shown=SHOWN)):
             logger.warning("%s is redone: %s", what, wrong)
             before_redoing()
             redone, proof = 1, sync(True)
             assert proof is not None, "it was asked for"
             seconds += proof.seconds
-            if wrong := agree(in_short(proof.differences())):
+            if wrong := agree(in_short(proof.differences(), shown=SHOWN)):
                 raise WeightSyncError(f"{what} has put wrong weights into an engine, twice: {wrong}")
         logger.log(logging.INFO if number == 0 else logging.DEBUG, "%s: %s", what, proof)
         return ProvedSync(proof=proof, redone=redone, seconds=seconds)
-
-
-def in_short(sentences: Sequence[str]) -> str:
-    """Joins the first sentences, and gives the number of the others."""
-    shown = "; ".join(sentences[:_SHOWN])
-    return shown if len(sentences) <= _SHOWN else f"{shown}; and {len(sentences) - _SHOWN} more"
 
 
 def _signed(digest: int) -> int:

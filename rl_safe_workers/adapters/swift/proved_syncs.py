@@ -10,13 +10,13 @@ from typing import Any
 from rl_safe_workers.adapters.patches import replaced
 from rl_safe_workers.adapters.swift.job import SwiftJob
 from rl_safe_workers.adapters.swift.swift_settings import VARIABLE
-from rl_safe_workers.errors import ConfigError, WeightSyncError
+from rl_safe_workers.errors import ConfigError, WeightSyncError, in_short
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import trainer_id
 from rl_safe_workers.rollout.packing import spec_of
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.rollout.proved_worker import ProvedWorker
-from rl_safe_workers.rollout.sync_proof import NOTHING_CAME, HeldWeights, ProvedSyncs, SentWeights, SyncProof, in_short
+from rl_safe_workers.rollout.sync_proof import NOTHING_CAME, SHOWN, HeldWeights, ProvedSyncs, SentWeights, SyncProof
 
 _FIRST = 0
 """The training rank that takes digests of the sent weights. Every rank exports the same weights."""
@@ -185,7 +185,7 @@ class ColocatedSyncs:
         """
         told = self._settle("sync proof", wrong, lambda reports: [one for one in enumerate(reports) if one[1]])
         self._wrong = [rank for rank, _ in told]
-        return in_short([one for _, one in told])
+        return in_short([one for _, one in told], shown=SHOWN)
 
     def _settle(self, name: str, report: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
         trainer = self._job.trainer

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import chain
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -51,7 +52,7 @@ logger = logging.getLogger(__name__)
 OPEN_FILES = 32
 """Most files that a load keeps open: a checkpoint of a thousand ranks has a thousand files."""
 LARGE_BYTES = 2**18
-"""Size from which a part is read by itself."""
+"""Parts of a piece are read one by one if they have this size or more, on average."""
 LISTED = 10
 """Most keys that an error names."""
 OURS_TO_IGNORE = ("rng_state/", "common_state/")
@@ -358,11 +359,7 @@ def read_pieces(tensors: Sequence[ShardedTensor], index: CheckpointIndex, blobs:
     data = [tensor.data for tensor in tensors]
     pieces = coalesce(tensors)
     found = [(piece, _covering(piece, index.tensors[piece.key])) for piece in pieces]
-    reads = [
-        read
-        for piece, chunks in found
-        for read in _apart(piece, chunks, is_in_place=_is_in_place(piece, data, index.tensors[piece.key]))
-    ]
+    reads = chain.from_iterable(_apart(piece, chunks, data, index.tensors[piece.key]) for piece, chunks in found)
     # In the order of the files: many ranks may have written parts of one tensor.
     for piece, chunks in sorted(reads, key=_first_place):
         target = piece.buffer(data)
@@ -379,20 +376,15 @@ def _first_place(read: tuple[Piece, list[_Overlap]]) -> tuple[str, int]:
     return min(((place.file, place.offset) for place in places), default=("", 0))
 
 
-def _is_in_place(piece: Piece, data: Sequence[torch.Tensor], entry: TensorEntry) -> bool:
-    """Returns True if the chunks of a piece are read straight into its tensor, and fill it."""
-    return (
-        len(piece.parts) == 1 and data[piece.parts[0].number].is_contiguous() and _stored(piece, entry) == piece.shape
-    )
-
-
-def _apart(piece: Piece, chunks: list[_Overlap], *, is_in_place: bool) -> Iterator[tuple[Piece, list[_Overlap]]]:
+def _apart(
+    piece: Piece, chunks: list[_Overlap], data: Sequence[torch.Tensor], entry: TensorEntry
+) -> Iterator[tuple[Piece, list[_Overlap]]]:
     """Yields what can be read at different times: each chunk of a piece, or each part that a chunk fills, or it all.
 
     Chunks of large experts are then read straight into their tensors, without a copy in between. Small ones go to a GPU
     together.
     """
-    if is_in_place:
+    if piece.is_one_block(data) and _stored(piece, entry) == piece.shape:
         yield from ((piece, [chunk]) for chunk in chunks)
         return
     parts = {(part.start, part.shape): part for part in piece.parts}

@@ -97,17 +97,20 @@ class Piece:
         for part in self.parts:
             _region(into, part).copy_(tensors[part.number].detach().view(part.shape))
 
+    def is_one_block(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Returns True if the piece is one contiguous tensor, so that a load needs no other buffer."""
+        return len(self.parts) == 1 and tensors[self.parts[0].number].is_contiguous()
+
     def buffer(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns a tensor of the piece's shape to read into: a single contiguous part itself, else a new tensor."""
-        first = tensors[self.parts[0].number].detach()
-        if len(self.parts) == 1 and first.is_contiguous():
-            return first.view(self.shape)
+        if self.is_one_block(tensors):
+            return tensors[self.parts[0].number].detach().view(self.shape)
         # The bytes are read on the host. A stack of parts then goes to the device once.
         return torch.empty(self.shape, dtype=self.dtype)
 
     def scatter(self, tensors: Sequence[torch.Tensor], loaded: torch.Tensor) -> None:
         """Copies a filled `buffer` into the parts."""
-        if len(self.parts) == 1 and tensors[self.parts[0].number].is_contiguous():
+        if self.is_one_block(tensors):
             return
         if self.is_stack:
             targets = [tensors[part.number].detach() for part in self.parts]
@@ -183,7 +186,7 @@ def coalesce(shards: Sequence[ShardedTensor], *, most_bytes: float = math.inf) -
 
     Args:
         shards: The sharded tensors.
-        most_bytes: Largest size of a joined piece in bytes. A larger sharded tensor is a piece by itself.
+        most_bytes: Limit for the bytes of a joined piece. A sharded tensor above the limit is a piece of its own.
     """
     by_tensor: defaultdict[Any, list[Piece]] = defaultdict(list)
     for number, shard in enumerate(shards):
