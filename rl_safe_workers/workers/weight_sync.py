@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Protocol, runtime_checkable
 
@@ -62,8 +63,10 @@ class WeightSync(Part):
         self._digests: SentDigests | None = None
         """Digests of the current sync; None if it takes no digests."""
         self._colocated = False
-        self._on_its_way: Callable[[], None] | None = None
-        """A function that waits for the newest broadcast. None if no broadcast is under way."""
+        self._on_its_way = deque[Callable[[], None]]()
+        """Functions that wait for the broadcasts under way, the oldest first."""
+        self._exchange_stream: torch.cuda.Stream | None = None
+        """Stream that waits for the buckets of other trainers; see `_exchanged`."""
         self._outgoing: Outgoing | None = None
         self._engine: Sequence[EngineRank] = (ONLY_RANK,)
         """The ranks of each engine."""
@@ -131,7 +134,8 @@ class WeightSync(Part):
 
     def detach(self) -> JointGroup | GpuPair | None:
         """Returns the joint group, which the caller must close from now on; None if there is none."""
-        group, self.joint_group, self._on_its_way = self.joint_group, None, None
+        group, self.joint_group = self.joint_group, None
+        self._on_its_way.clear()
         return group
 
     def weight_specs(self) -> tuple[WeightSpec, ...]:
@@ -158,9 +162,9 @@ class WeightSync(Part):
 
         Args:
             bucket_bytes: Most bytes of weights in a bucket; a larger weight travels alone. Two buckets are in memory at
-                a time, and some 64 MiB of weights that tensor parallelism splits. A weight that an engine does not cut
-                is in a bucket once for each rank of the engine. For such engines, a copy of one kind of weights of a
-                layer, e.g. all gate matrices of its experts, is in memory, too.
+                a time, three if colocated, and some 64 MiB of weights that tensor parallelism splits. A weight that an
+                engine does not cut is in a bucket once for each rank of the engine. For such engines, a copy of one
+                kind of weights of a layer, e.g. all gate matrices of its experts, is in memory, too.
             prove: Whether to take digests of the weights, for ``sent``.
 
         Returns:
@@ -191,7 +195,7 @@ class WeightSync(Part):
             return sum(parts[-1].end for _, parts in buckets)
 
     def _bucket_buffers(self, size_bytes: int) -> tuple[Failure | None, list[torch.Tensor]]:
-        """Returns a failure or None, and buffers for two buckets."""
+        """Returns a failure or None, and buffers for the buckets under way."""
         group = self.joint_group
         try:
             # A rank that has not joined still takes part in the broadcasts among the trainers.
@@ -199,7 +203,7 @@ class WeightSync(Part):
         except WeightSyncError as error:
             return Failure.of(error), []
         except RuntimeError as error:
-            text = f"there is no room for two buckets of {size_bytes} bytes: {first_line(error)}"
+            text = f"there is no room for the buffers of buckets of {size_bytes} bytes: {first_line(error)}"
             return Failure(text, foreign=foreign_cause(error)), []
 
     def _send(
@@ -230,20 +234,55 @@ class WeightSync(Part):
             for number, (bucket, parts) in enumerate(buckets if buffers else []):
                 buffer = buffers[number % len(buffers)][: parts[-1].end]
                 failed_now = self._pack(bucket, parts, weights, buffer)
-                if self._colocated and self.rank.training_size > 1:
-                    # Each trainer passes everything on to the rollout rank beside it.
-                    dist.broadcast(buffer, group_src=bucket.source, group=dist.group.WORLD)
-                if failure is not None:
-                    continue
-                failure = failed_now or self._pass_on(bucket.source, [buffer[part.start : part.end] for part in parts])
-                if failure is not None:
-                    self.leave(failed=True)
+                with self._exchanged(bucket.source, buffer):
+                    if failure is not None:
+                        continue
+                    shares = [buffer[part.start : part.end] for part in parts]
+                    failure = failed_now or self._pass_on(bucket.source, shares, ahead=len(buffers) - 1)
+                    if failure is not None:
+                        self.leave(failed=True)
             if failure is None and next(weights, None) is not None:
                 failure = Failure("the model has more weights than were announced")
         except Exception as error:  # the other ranks wait for this rank in `_agree`
             failure = failure or failed_now or Failure.of(error)
             self.leave(failed=True)
+        finally:
+            self._await_exchanged()
         return failure or self._flush()
+
+    @contextmanager
+    def _exchanged(self, source: int, buffer: torch.Tensor) -> Iterator[None]:
+        """Broadcasts a bucket among trainers that share their GPUs with rollout ranks: each passes on all weights.
+
+        Collective over: the training world. On a GPU, the body has a current stream of its own, which waits for the
+        bucket. So the next bucket can be packed meanwhile.
+
+        The packing stream itself waits for the bucket in two cases. An export may have collectives: NCCL does not
+        promise that kernels of several communicators run at the same time. Or this rank has left the joint group: then
+        it no longer waits for a buffer to be read before it packs into that buffer again.
+        """
+        if not self._colocated or self.rank.training_size == 1:
+            yield
+            return
+        assert self._outgoing is not None, "send_weights has checked this"
+        work = dist.broadcast(buffer, group_src=source, group=dist.group.WORLD, async_op=True)
+        waits_here = self._outgoing.is_collective or self.joint_group is None or self.rank.device.type != "cuda"
+        with nullcontext() if waits_here else self._beside_packing():
+            work.wait()
+            yield
+        if self.joint_group is None:
+            self._await_exchanged()
+
+    def _beside_packing(self) -> AbstractContextManager[object]:
+        """Returns a context that makes the stream for exchanged buckets the current one."""
+        if self._exchange_stream is None:
+            self._exchange_stream = torch.cuda.Stream(self.rank.device)  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(self._exchange_stream)
+
+    def _await_exchanged(self) -> None:
+        """Makes the packing stream wait for all exchanged buckets. It may then write to the buffers, or free them."""
+        if self._exchange_stream is not None:
+            torch.cuda.current_stream(self.rank.device).wait_stream(self._exchange_stream)
 
     def _digest_in_place(self, adjacent: Adjacent) -> Failure | None:
         assert self._outgoing is not None, "send_weights has checked this"
@@ -265,25 +304,25 @@ class WeightSync(Part):
             return Failure.of(error)
         return None
 
-    def _pass_on(self, source: int, parts: Sequence[torch.Tensor]) -> Failure | None:
-        """Starts to send a packed bucket to the rollout ranks, and waits for the previous one."""
+    def _pass_on(self, source: int, parts: Sequence[torch.Tensor], *, ahead: int) -> Failure | None:
+        """Starts to send a packed bucket to the rollout ranks, and waits until only ``ahead`` are under way.
+
+        So the next buffer is free, and buckets are packed while earlier ones are sent.
+        """
         try:
             assert self.joint_group is not None, "without it, `_send` has found a failure"
-            started = self.joint_group.broadcast(*parts, source=source)
-            # Wait only now, so that this bucket is packed while the previous one is sent.
-            if self._on_its_way is not None:
-                self._on_its_way()
+            self._on_its_way.append(self.joint_group.broadcast(*parts, source=source))
+            if len(self._on_its_way) > ahead:
+                self._on_its_way.popleft()()
         except WeightSyncError as error:
             return Failure.of(error)
-        self._on_its_way = started
         return None
 
     def _flush(self) -> Failure | None:
-        last, self._on_its_way = self._on_its_way, None
         try:
             assert self.joint_group is not None, "without it, `_send` has found a failure"
-            if last is not None:
-                last()
+            while self._on_its_way:
+                self._on_its_way.popleft()()
             self.joint_group.flush(_FLUSH_SHARE * self.rank.remaining())
         except WeightSyncError as error:
             return Failure.of(error)

@@ -1,8 +1,8 @@
 """A training rank and a rollout rank on the same GPU. Weights pass through memory that both have mapped.
 
-NCCL refuses two ranks on one device, and the pair needs no network. In each sync, the trainer shares its two buffers
-with the rollout rank (CUDA IPC), which loads weights straight out of them. The two agree over the run's store on which
-of them may use which buffer.
+NCCL refuses two ranks on one device, and the pair needs no network. In each sync, the trainer shares its buffers
+with the rollout rank (CUDA IPC), which loads weights straight out of them. The two agree over a socket of their own
+(`LocalChannel`) on which of them may use which buffer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,18 +20,21 @@ from typing import Any
 import torch
 
 from rl_safe_workers.control.deadline import Deadline
-from rl_safe_workers.control.plane import ControlPlane
+from rl_safe_workers.control.local_channel import LocalChannel, LocalListener
+from rl_safe_workers.control.plane import ControlPlane, Mailbox
 from rl_safe_workers.errors import CommunicatorError, WeightSyncError, first_line
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import Role
 
-BUFFERS = 2
-"""Number of buffers. The rollout rank loads out of one while the trainer fills the other."""
-_MEMORY_KEY = "memory"
-"""First part of the key of the buffers' handle in the store of the pair. The number of the sync's first turn follows.
-So nobody can replay the handle of an earlier sync."""
+BUFFERS = 3
+"""Number of buffers. While the rollout rank loads out of one, the trainer's GPU fills another, and the trainer launches
+the copies into the third."""
+_MEMORY = "memory"
+"""Name of the message with the handle of the buffers."""
+_ADDRESS = "address"
+"""Name of the message in the run's store with the address of the trainer's socket."""
 _HANDLE_KEYS = ("handle", "size", "offset", "counter", "counter_offset", "event", "waits_for_event")
 """The fields of ``UntypedStorage._share_cuda_`` after the device, seen in torch 2.11 to 2.13. Each rank uses a device
 index of its own."""
@@ -73,6 +75,7 @@ class GpuPair:
             parts: Unused, because the rollout rank has all buffers mapped. `JointGroup` has this argument.
 
         Raises:
+            CommunicatorError: If the two ranks of this pair cannot connect, for example if they are on two machines.
             PhaseTimeoutError: Naming the ranks that did not come in time.
             WeightSyncError: If the ranks do not make pairs.
         """
@@ -83,7 +86,8 @@ class GpuPair:
         self.joint_rank, self.sends, self._device = joint_rank, joint_rank < trainers, device
         self._timeout = sync_timeout or timeout
         control.barrier(Phase.JOINT, Deadline.after(timeout))
-        self._mailbox = control.mailbox(f"pair/{generation}/{joint_rank % trainers}")
+        mailbox = control.mailbox(f"pair/{generation}/{joint_rank % trainers}")
+        self._channel = _connect(mailbox, Deadline.after(timeout), listens=self.sends)
         self._turn, self._deadline = 0, Deadline.after(math.inf)
         self._untold = deque[tuple[int, Callable[[], None]]]()
         """On the trainer, the last turns that the rollout rank does not know of, each with a wait for its buffer."""
@@ -91,7 +95,7 @@ class GpuPair:
         """The last turns, which the rollout rank has not confirmed yet."""
         self._is_open = True
         self._shared: torch.Tensor | None = None
-        """The memory of both buffers in this sync."""
+        """The memory of all buffers in this sync."""
 
     @property
     def is_open(self) -> bool:
@@ -125,18 +129,14 @@ class GpuPair:
         self._shared = shared
         return [shared[number * size_bytes :][:size_bytes] for number in range(BUFFERS)]
 
-    @property
-    def _memory_key(self) -> str:
-        return f"{_MEMORY_KEY}/{self._turn}"
-
     def _allocate(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def _offer(self, shared: torch.Tensor) -> None:
-        self._mailbox.leave(self._memory_key, describe_memory(shared).encode())
+        self._send(_MEMORY, describe_memory(shared).encode())
 
     def _map(self, size_bytes: int) -> torch.Tensor:
-        return map_memory(self._take(self._memory_key), size_bytes=size_bytes, device=self._device)
+        return map_memory(self._receive(_MEMORY), size_bytes=size_bytes, device=self._device)
 
     def broadcast(self, *parts: torch.Tensor, source: int) -> Callable[[], None]:
         """Passes a buffer from the trainer to its rollout rank. Collective over: the pair.
@@ -175,7 +175,7 @@ class GpuPair:
         with self._working():
             # The trainer may wait for these before it tells of this turn.
             self._confirm(behind=sum(each >= turn for each in self._unread))
-            self._take(f"filled/{turn}")
+            self._receive(f"filled/{turn}")
 
     @contextmanager
     def _working(self, failed: str = "its pair did not keep up") -> Iterator[None]:
@@ -188,33 +188,28 @@ class GpuPair:
             self.close()
             raise WeightSyncError(f"joint rank {self.joint_rank}: {failed}: {first_line(error)}") from error
 
-    def _take(self, key: str, timeout: timedelta | None = None) -> bytes:
-        """Waits for a message to this side, returns and removes it.
+    def _send(self, name: str, contents: bytes = b"") -> None:
+        self._channel.send(name, contents, self._soon())
 
-        Raises:
-            CommunicatorError: If it does not come in time.
-        """
-        deadline = self._deadline.at_most(timeout or self._timeout)
-        started_s = time.monotonic()
-        message = self._mailbox.take(key, deadline)
-        if message is None:
-            text = f"wait timeout after {time.monotonic() - started_s:.1f} s, waiting for {key!r}"
-            raise CommunicatorError(text, foreign=ForeignCause.TIMEOUT)
-        return message
+    def _receive(self, name: str, timeout: timedelta | None = None) -> bytes:
+        return self._channel.receive(name, self._soon(timeout))
+
+    def _soon(self, timeout: timedelta | None = None) -> Deadline:
+        return Deadline.after(self._deadline.at_most(timeout or self._timeout).remaining())
 
     def _tell(self, *, behind: int) -> None:
         """Waits until buffers are filled, and tells the rollout rank: of all but the last ``behind``."""
         while len(self._untold) > behind:
             turn, wait = self._untold.popleft()
             wait()
-            self._mailbox.leave(f"filled/{turn}")
+            self._send(f"filled/{turn}")
 
     def _take_confirmations(self, *, up_to: int, timeout: timedelta | None = None) -> None:
         """Waits until the rollout rank has loaded all turns up to one."""
         while self._unread and self._unread[0] <= up_to:
             if self._untold and self._untold[0][0] <= self._unread[0]:
                 self._tell(behind=0)
-            self._take(f"read/{self._unread[0]}", timeout)
+            self._receive(f"read/{self._unread[0]}", timeout)
             del self._unread[0]
 
     def _confirm(self, *, behind: int) -> None:
@@ -222,7 +217,7 @@ class GpuPair:
         if len(self._unread) > behind and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         while len(self._unread) > behind:
-            self._mailbox.leave(f"read/{self._unread.pop(0)}")
+            self._send(f"read/{self._unread.pop(0)}")
 
     def limit(self, timeout: timedelta) -> None:
         """Sets a limit for the sum of all waits from now on, until the next call.
@@ -235,7 +230,8 @@ class GpuPair:
         """Waits until the rollout rank has loaded everything that was passed so far. Drops the shared memory.
 
         Args:
-            timeout: Longest wait for each of at most two turns; None for ``sync_timeout``. The `limit` also applies.
+            timeout: Longest wait for each of at most `BUFFERS` turns; None for ``sync_timeout``. The `limit` also
+                applies.
 
         Raises:
             WeightSyncError: If the other side does not keep up. The pair is then closed.
@@ -253,11 +249,25 @@ class GpuPair:
                 self._confirm(behind=0)
 
     def close(self) -> None:
-        """Gives up the pair and the memory. Not collective; idempotent."""
+        """Gives up the pair and the memory. The other side fails at once. Not collective; idempotent."""
         self._is_open, self._shared = False, None
         self._untold.clear()
+        self._channel.close()
 
     abort = close
+
+
+def _connect(mailbox: Mailbox, deadline: Deadline, *, listens: bool) -> LocalChannel:
+    """Connects the two sides of a pair. The trainer listens, and tells the address over the run's store."""
+    if listens:
+        with LocalListener() as listener:
+            mailbox.leave(_ADDRESS, listener.address.encode())
+            return listener.accept(deadline)
+    address = mailbox.take(_ADDRESS, deadline)
+    if address is None:
+        text = f"the trainer of this pair has not said within {deadline.waited_s:.1f} s where it listens"
+        raise CommunicatorError(text, foreign=ForeignCause.TIMEOUT)
+    return LocalChannel.connect(address.decode(), deadline)
 
 
 def describe_memory(shared: torch.Tensor) -> str:
@@ -292,8 +302,8 @@ def map_memory(described: bytes, *, size_bytes: int, device: torch.device) -> to
             raise ValueError(f"reference counters in {counter!r}")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise WeightSyncError(
-            f"a key {_MEMORY_KEY!r} of the run's store holds no handle of the pair's memory "
-            f"({type(error).__name__}: {printable(str(error))[:200]}): somebody else has written to the store"
+            f"the message {_MEMORY!r} holds no handle of the pair's memory "
+            f"({type(error).__name__}: {printable(str(error))[:200]})"
         ) from None
     torch.cuda.init()  # type: ignore[no-untyped-call]
     # Without its event, which torch would open in each sync and never close: the memory has not been written yet.

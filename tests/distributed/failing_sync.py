@@ -36,6 +36,8 @@ SYNC_S, SOON_S = 6.0, 2.0
 PATIENCE = timedelta(seconds=60)
 
 
+_kept: list[Any] = []
+"""Groups of ranks that read no more. Otherwise the group would close, and the other side would notice at once."""
 Hinder = Callable[[Worker, pytest.MonkeyPatch], None]
 """Called on training rank ``FAILING``, in its own process, before the first sync."""
 
@@ -136,11 +138,13 @@ def _receive(
     buckets = plan_buckets(pickle.loads(store.get("specs")), bucket_bytes=BUCKET_BYTES)
     buffers = group.buffers(max(bucket.size_bytes for bucket in buckets))
     for number, bucket in enumerate(buckets[:reads]):
-        buffer = buffers[number % 2][: bucket.size_bytes]
+        buffer = buffers[number % len(buffers)][: bucket.size_bytes]
         group.broadcast(buffer, source=bucket.source)()
         received.update(_prints(unpack(bucket, buffer)))
     if reads is None:
         group.flush()
+    else:
+        _kept.append(group)
     return received
 
 

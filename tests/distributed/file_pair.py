@@ -18,10 +18,10 @@ class FilePair(GpuPair):
         return _open(self._file, size_bytes)
 
     def _offer(self, shared: torch.Tensor) -> None:
-        self._mailbox.leave(self._memory_key, str(self._file).encode())
+        self._send("memory", str(self._file).encode())
 
     def _map(self, size_bytes: int) -> torch.Tensor:
-        return _open(Path(self._take(self._memory_key).decode()), size_bytes)
+        return _open(Path(self._receive("memory").decode()), size_bytes)
 
     @property
     def _file(self) -> Path:

@@ -26,6 +26,7 @@ from rl_safe_workers.workers import weight_sync
 from rl_safe_workers.workers.outgoing import Items, Outgoing
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.joint_group import joint_world
+from rl_safe_workers.worlds.store import connect_store
 from tests.distributed.failing_sync import (
     BUCKET_BYTES,
     FAILING,
@@ -41,7 +42,7 @@ from tests.distributed.file_pair import FilePair
 from tests.distributed.ranks import run_ranks, values
 from tests.distributed.worker import Worker, control_plane, run_config
 
-NO_ROOM = "there is no room for two buckets"
+NO_ROOM = "there is no room for the buffers"
 
 
 Run = Callable[[Case], list[Seen]]
@@ -131,10 +132,12 @@ def _cannot_hand_on_the_last_bucket(worker: Worker, patch: pytest.MonkeyPatch) -
     assert outgoing is not None
     buckets = len(plan_buckets(outgoing.specs, bucket_bytes=BUCKET_BYTES))
 
-    def failing(*args: Any, **kwargs: Any) -> None:
-        broadcast(*args, **kwargs)
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        work = broadcast(*args, **kwargs)
         if next(number) == buckets:
+            work.wait()
             raise RuntimeError("the world is lost")
+        return work
 
     patch.setattr(weight_sync.dist, "broadcast", failing)
 
@@ -210,6 +213,7 @@ LIMIT_S, READ_S, BUFFER_BYTES = 1.0, 0.2, 1024
 def _pass_within_a_limit(joint_rank: int, address: StoreAddress, folder: Path, turns: int, reads: int) -> float:
     """The reader takes its time for each of a few turns, and reads no more. Returns how long the sender waits."""
     FilePair.folder = folder
+    store = connect_store(address, timeout=PATIENCE)
     control = control_plane(address, rank=joint_rank, size=2, trainers=1, world=joint_world(0))
     pair = FilePair(
         control,
@@ -223,6 +227,7 @@ def _pass_within_a_limit(joint_rank: int, address: StoreAddress, folder: Path, t
         for _ in range(reads):
             time.sleep(READ_S)
             pair.broadcast(next(buffers), source=0)()
+        store.wait(["over"], PATIENCE)
         return 0.0
     start_s = time.monotonic()
     pair.limit(timedelta(seconds=LIMIT_S))
@@ -232,8 +237,10 @@ def _pass_within_a_limit(joint_rank: int, address: StoreAddress, folder: Path, t
             waits.append(pair.broadcast(next(buffers), source=0))
             waits.popleft()()
         pair.flush()
+    waited_s = time.monotonic() - start_s
     assert not pair.is_open
-    return time.monotonic() - start_s
+    store.set("over", "")
+    return waited_s
 
 
 @pytest.mark.parametrize(

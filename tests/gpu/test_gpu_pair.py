@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 PATIENCE = timedelta(seconds=60)
 BUFFER_BYTES = 64 * 2**20
 SIZES = (1, 5000, BUFFER_BYTES, BUFFER_BYTES - 3, 77)
-"""Bytes of the buckets of a round. Their number is odd, so that each goes through both buffers."""
+"""Bytes of the buckets of a round. Their number is odd, so that each goes through several buffers."""
 ROUNDS = 3
 SLOW_CYCLES = 20_000_000
 """Cycles that a GPU is busy before it fills a buffer: some 10 ms."""
@@ -63,13 +63,13 @@ def _pass_round(pair: GpuPair, device: torch.device, *, ahead: int) -> bool:
     copies: list[torch.Tensor] = []
     arriving = deque[tuple[torch.Tensor, Callable[[], None]]]()
     for number, size in enumerate(SIZES):
-        buffer = buffers[number % 2][:size]
+        buffer = buffers[number % len(buffers)][:size]
         if pair.sends:
             # A reader that is told too early copies the buffer before the GPU fills it.
             torch.cuda._sleep(SLOW_CYCLES)
             buffer.copy_(ready[number])
             waits.append(pair.broadcast(buffer, source=0))
-            if len(waits) > 1:
+            if len(waits) >= len(buffers):
                 waits.popleft()()
         else:
             arriving.append((buffer, pair.broadcast(buffer, source=0)))
@@ -104,31 +104,27 @@ def test_weights_pass_bit_for_bit_through_shared_gpu_memory(tmp_path: Path) -> N
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [str([True] * 2 * ROUNDS)] * 2
 
 
-def _map_forged(rank: int, address: StoreAddress, folder: str) -> None:
-    store = connect_store(address, timeout=PATIENCE)
+def _offer_forged(rank: int, address: StoreAddress, folder: str) -> None:
+    text = f"cposix\nsystem\n(S'touch {Path(folder, 'ran')}'\ntR."
+
+    class Forger(GpuPair):
+        def _offer(self, shared: torch.Tensor) -> None:
+            self._send("memory", text.encode().hex().encode())
+
+    device, store = torch.device("cuda", 0), connect_store(address, timeout=PATIENCE)
+    pair = (GpuPair if rank else Forger)(_control(rank, address), generation=0, timeout=PATIENCE, device=device)
     if rank == 0:
-        pair = _pair(0, address, torch.device("cuda", 0))
         assert pair.buffers(BUFFER_BYTES)
         store.wait(["refused"], PATIENCE)
         return
-    forged = Path(folder, "ran")
-    text = f"cposix\nsystem\n(S'touch {forged}'\ntR."
-
-    class Forged(GpuPair):
-        def _map(self, size_bytes: int) -> torch.Tensor:
-            self._take(self._memory_key)
-            self._mailbox.leave(self._memory_key, text.encode().hex().encode())
-            return super()._map(size_bytes)
-
-    forged_pair = Forged(_control(1, address), generation=0, timeout=PATIENCE, device=torch.device("cuda", 0))
     with pytest.raises(WeightSyncError, match="holds no handle of the pair's memory"):
-        forged_pair.buffers(BUFFER_BYTES)
+        pair.buffers(BUFFER_BYTES)
     store.set("refused", "")
 
 
 def test_a_forged_handle_is_refused_and_not_run(tmp_path: Path) -> None:
     server, address, _ = serve_store("127.0.0.1", timeout=PATIENCE)
-    spawn(_map_forged, args=(address, str(tmp_path)), nprocs=2)
+    spawn(_offer_forged, args=(address, str(tmp_path)), nprocs=2)
     assert server.num_keys() > 0
     assert not (tmp_path / "ran").exists()
 

@@ -1,4 +1,4 @@
-"""The handle of a pair's GPU memory, as it lies in the run's store, where anybody on its network may write."""
+"""The handle of a pair's GPU memory, as another process sends it."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def never_reaches_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "init", reach)
 
 
-def test_a_pickle_in_the_store_is_refused_and_not_run(tmp_path: Path) -> None:
+def test_a_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
     for text in (pickle.dumps(Runs(tmp_path / "ran")), pickle.dumps(Runs(tmp_path / "ran")).hex().encode()):
-        with pytest.raises(WeightSyncError, match="key 'memory' of the run's store holds no handle"):
+        with pytest.raises(WeightSyncError, match="message 'memory' holds no handle"):
             map_memory(text, size_bytes=SIZE, device=GPU)
     assert not (tmp_path / "ran").exists()
 
@@ -76,7 +76,7 @@ def test_a_pickle_in_the_store_is_refused_and_not_run(tmp_path: Path) -> None:
     ids=str,
 )
 def test_a_handle_with_a_wrong_field_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(WeightSyncError, match="somebody else has written to the store"):
+    with pytest.raises(WeightSyncError, match="message 'memory' holds no handle"):
         map_memory(json.dumps(GOOD | change).encode(), size_bytes=SIZE, device=GPU)
 
 
