@@ -75,6 +75,8 @@ class ReadBack:
         self._found = _places_of(tuple(specs), tuple(name for name, _ in model.named_parameters()), rank)
         self._converted: dict[int, int] = {}
         """Digests from before a conversion, by the number of the place."""
+        self._prepared: _Layout | None = None
+        """The layout of all places for `finish`; None if `finish` must find it."""
         self._sizes: dict[str, int] = {}
         self._seconds = 0.0
         self._watching = ExitStack()
@@ -126,11 +128,21 @@ class ReadBack:
         """Ends the effect of `watch`. Idempotent."""
         self._watching.close()
 
+    def prepare(self) -> None:
+        """Prepares `finish`, for an update that leaves all parameters where they are. Reads nothing."""
+        started_s = time.monotonic()
+        layout = self._kept_layout()
+        # Another layout may hold copies of the weights, as they are now.
+        self._prepared = layout if layout.lasts else None
+        self._seconds += time.monotonic() - started_s
+
     def finish(self) -> HeldWeights:
         """Reads all weights that no layer has converted. Waits for the device."""
         self.stop()
         started_s = time.monotonic()
-        layout = self._kept_layout() if not self._converted else self._layout(self._unconverted())
+        layout = self._prepared
+        if layout is None:
+            layout = self._kept_layout() if not self._converted else self._layout(self._unconverted())
         held = self._read(layout) | self._converted
         whole: list[tuple[str, int]] = []
         cuts: list[HeldCut] = []

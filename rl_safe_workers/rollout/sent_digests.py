@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 
 import torch
 
-from rl_safe_workers.rollout.digest import digests
+from rl_safe_workers.rollout.digest import Sizes, digests
 from rl_safe_workers.rollout.sync_proof import SentWeights
 
 AT_ONCE_BYTES = 64 * 2**20
@@ -25,6 +25,8 @@ class SentDigests:
         """Name of the weight of each digest."""
         self._known: set[str] = set()
         self._digests: list[torch.Tensor] = []
+        self._held: list[tuple[Collection[str], Sequence[torch.Tensor], Sizes]] = []
+        """Weights whose digests are taken later; see `hold`."""
         self._seconds = 0.0
 
     def __contains__(self, name: str) -> bool:
@@ -44,6 +46,28 @@ class SentDigests:
         self._names += names
         self._known.update(names)
         self._seconds += time.monotonic() - started_s
+
+    def hold(self, names: Collection[str], tensors: Sequence[torch.Tensor], sizes: Sizes) -> None:
+        """Takes digests of weights later, many at once: a launch for each few weights takes longer than to read them.
+
+        Holds the tensors until then, `AT_ONCE_BYTES` and one call's tensors at most. They must not change meanwhile.
+
+        Args:
+            names: HF names of the weights.
+            tensors: Tensors in whose memory they are, one after another.
+            sizes: Bytes of the weights in each tensor, as for `digest.digests`.
+        """
+        self._held.append((names, tensors, sizes))
+        self._known.update(names)
+        if sum(tensor.nbytes for _, held, _ in self._held for tensor in held) > AT_ONCE_BYTES:
+            self._digest_held()
+
+    def _digest_held(self) -> None:
+        held, self._held = self._held, []
+        tensors = [tensor for _, some, _ in held for tensor in some]
+        sizes = [parts for _, _, some in held for parts in some]
+        if tensors:
+            self.add([name for names, _, _ in held for name in names], partial(digests, tensors, sizes=sizes))
 
     def passing(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, at_once_bytes: int = AT_ONCE_BYTES
@@ -104,6 +128,7 @@ class SentDigests:
 
     def sent(self) -> SentWeights:
         """Returns the digests. Waits for the device."""
+        self._digest_held()
         started_s = time.monotonic()
         if self._digests and self._digests[0].is_cuda:
             torch.cuda.synchronize(self._digests[0].device)  # the host may have sent weights from other streams

@@ -169,16 +169,24 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             with _vllm_config(self.vllm_config):
                 if self._is_broken:
                     self._give_layers_back()
-                self._read_back = ReadBack(self.model, self._specs, self._rank) if update_info.prove else None
+                is_direct = self.obstacle is None
+                self._read_back = self._new_read_back() if update_info.prove and not is_direct else None
                 self._prepare()
                 # `finish_weight_update` resets it. An update by the plan can be repeated after a failure.
-                self._is_broken = self.obstacle is not None
+                self._is_broken = not is_direct
                 self._receive_buckets(self._group)
+                if update_info.prove and is_direct:
+                    # Only now, while the last buckets arrive: the first one would have to wait for it.
+                    self._read_back = self._new_read_back()
+                    self._read_back.prepare()
                 self._group.flush()
         except Exception:
             # With gloo, the other ranks then fail at once. With NCCL, they fail in `flush`.
             self._leave(failed=True)
             raise
+
+    def _new_read_back(self) -> ReadBack:
+        return ReadBack(self.model, self._specs, self._rank)
 
     def _receive_buckets(self, group: JointGroup | GpuPair) -> None:
         """Starts to load all buckets. Keeps no reference to their memory, which may be the trainer's."""

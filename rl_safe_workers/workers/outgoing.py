@@ -317,7 +317,7 @@ def _add_missing(
             sizes += bucket.sizes[first : first + count]
         first += count
     if names:
-        digests.add(names, partial(digests_of, tensors, sizes=_sizes_in(tensors, sizes)))
+        digests.hold(names, tensors, _sizes_in(tensors, sizes))
 
 
 def _runs_of(weights: Sequence[OwnWeight], adjacent: Adjacent) -> list[_Run]:

@@ -114,6 +114,20 @@ def preparations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.parametrize("lasts", [True, False], ids=["kept", "found anew"])
+def test_weights_are_read_as_they_are_at_the_end_also_if_that_was_prepared(
+    lasts: bool, request: pytest.FixtureRequest
+) -> None:
+    if lasts:
+        request.getfixturevalue("preparations")
+    made = model(Keeping())
+    of_update = ReadBack(made, SPECS)
+    of_update.prepare()
+    with torch.no_grad():
+        made["plain"].weight.add_(1)
+    assert dict(of_update.finish().digests) == expected_of(made)
+
+
 def test_each_update_is_read_anew_though_the_layout_is_kept(preparations: list[int]) -> None:
     made = model(Keeping())
     assert held_by(made) == expected_of(made)

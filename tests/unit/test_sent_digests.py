@@ -94,6 +94,29 @@ def test_weights_of_several_streams_pass_as_they_come_and_are_digested_on_their_
     assert found.sent().digests == dict(zip(WEIGHTS, digests(list(WEIGHTS.values())).tolist(), strict=True))
 
 
+def test_held_weights_are_digested_many_at_once_and_known_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counted(tensors: Sequence[torch.Tensor], *, sizes: Sequence[Sequence[int]]) -> torch.Tensor:
+        calls.append(len(tensors))
+        return digests(tensors, sizes=sizes)
+
+    monkeypatch.setattr(sent_digests, "digests", counted)
+    monkeypatch.setattr(sent_digests, "AT_ONCE_BYTES", 100)
+    weights = {f"weight{number}": torch.randn(10) for number in range(7)}
+    taken = SentDigests()
+    for name, tensor in weights.items():
+        assert name not in taken
+        taken.hold([name], [tensor], [[tensor.nbytes]])
+        assert name in taken
+    joined = torch.randn(4)
+    taken.hold(["first", "second"], [joined], [[8, 8]])
+    found = taken.sent().digests
+    assert calls == [3, 3, 2]
+    weights |= {"first": joined[:2], "second": joined[2:]}
+    assert found == {name: int(digests([tensor])) for name, tensor in weights.items()}
+
+
 def test_a_sync_without_weights_has_no_digests() -> None:
     assert SentDigests().sent().digests == {}
     found = SentDigests()
