@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from rl_safe_workers.checkpoint.folders import manifest
 from rl_safe_workers.checkpoint.folders.manifest import MANIFEST, SHARDS, complete_checkpoints
 from rl_safe_workers.checkpoint.folders.retention import start_save
 from rl_safe_workers.checkpoint.folders.step_tracker import TRACKER
@@ -274,10 +275,6 @@ def _newer(path: Path) -> None:
     (path / MANIFEST).write_text(json.dumps({**manifest, "schema": 4, "new": True}))
 
 
-def _damage(path: Path) -> None:
-    (path / SHARDS / "metadata.json").write_bytes(b"abc")
-
-
 def _forget(path: Path) -> None:
     (path / MANIFEST).unlink()
 
@@ -289,7 +286,6 @@ def _leave(path: Path) -> None:
 OTHER_MODEL = {**IDENTITY, "fingerprint": "other"}
 REFUSED = {
     "another_model": (_leave, OTHER_MODEL, CheckpointMismatchError, "is a checkpoint of another model"),
-    "a_shortened_file": (_damage, IDENTITY, CheckpointError, "is damaged: dist_ckpt/metadata.json has 3 bytes"),
     "a_newer_schema": (_newer, IDENTITY, CheckpointError, "written by a newer rl_safe_workers (manifest schema 4"),
     "no_manifest": (_forget, IDENTITY, CheckpointError, "is not a complete checkpoint: it has no manifest.json"),
 }
@@ -314,6 +310,28 @@ def test_every_rank_refuses_before_any_collective(prepare, identity, kind, messa
         assert type(error) is kind
         assert message in str(error)
         assert collectives == 0
+
+
+def _load_damaged(rank: int, address: StoreAddress, config: RunConfig, path: Path) -> Any:
+    """Returns the error of a load, the number of collectives, and the number of times that this rank listed files."""
+    worker, listings = _worker(rank, address, config), []
+    with pytest.MonkeyPatch.context() as patch, recorded_collectives() as collectives:
+        listed = manifest.file_sizes
+        patch.setattr(manifest, "file_sizes", lambda folder: listings.append(folder) or listed(folder))
+        try:
+            worker.load_checkpoint(path, **IDENTITY)
+        except RlSafeError as error:
+            return error, len(collectives), len(listings)
+
+
+def test_a_shortened_file_is_found_on_rank_0_and_refused_on_every_rank(config: RunConfig, root: Path) -> None:
+    path = root / "global_step_2"
+    (path / SHARDS / "__1_0.distcp").write_bytes(b"abc")
+    for rank, (error, collectives, listings) in enumerate(values(_run(_load_damaged, config, path))):
+        assert type(error) is CheckpointError
+        assert "is damaged: dist_ckpt/__1_0.distcp has 3 bytes" in str(error)
+        assert collectives == 0
+        assert listings == (1 if rank == 0 else 0)
 
 
 def _change_everything(rank: int, address: StoreAddress, config: RunConfig) -> list[str]:

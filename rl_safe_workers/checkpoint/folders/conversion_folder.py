@@ -186,8 +186,12 @@ class MegatronWeights:
             check_fingerprint(self.manifest, path=path, fingerprint=fingerprint)
 
 
-def find_megatron_weights(path: Path) -> MegatronWeights:
+def find_megatron_weights(path: Path, *, looks_at_files: bool = True) -> MegatronWeights:
     """Finds the shards of a conversion, of a training checkpoint, or of a torch_dist directory of another program.
+
+    Args:
+        path: The folder.
+        looks_at_files: As for `read_manifest`.
 
     Raises:
         CheckpointError: If the folder has none of these formats, or was written by us and is incomplete.
@@ -196,7 +200,7 @@ def find_megatron_weights(path: Path) -> MegatronWeights:
     if not (path / MANIFEST).is_file() and (path / "metadata.json").is_file():
         logger.warning("%s has no %s, so we cannot check that it is complete", path, MANIFEST)
         return MegatronWeights(shards=path, manifest=None)
-    return MegatronWeights(shards=path / SHARDS, manifest=read_manifest(path))
+    return MegatronWeights(shards=path / SHARDS, manifest=read_manifest(path, looks_at_files=looks_at_files))
 
 
 def own_hf_files(checkpoint: Path) -> Path | None:

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_safe_workers.checkpoint.folders.manifest_facts import MANIFEST, SCHEMA, read_manifest_json
+from rl_safe_workers.checkpoint.folders.many_files import at_once
 from rl_safe_workers.checkpoint.folders.ownership import MARKER, STEP_DIR
 from rl_safe_workers.checkpoint.folders.step_tracker import read_tracker
 from rl_safe_workers.errors import CheckpointError, CheckpointMismatchError
@@ -108,11 +109,18 @@ def file_sizes(directory: Path) -> dict[str, int]:
     """Returns the size in bytes of every file under a directory but manifest and marker, sorted by relative path."""
     left_out = {directory / MANIFEST, directory / MARKER}
     files = sorted(Path(entry.path) for entry in entries_below(directory) if entry.is_file())
-    return {str(path.relative_to(directory)): path.stat().st_size for path in files if path not in left_out}
+    files = [path for path in files if path not in left_out]
+    sizes = at_once(os.path.getsize, files)
+    return {str(path.relative_to(directory)): size for path, size in zip(files, sizes, strict=True)}
 
 
-def read_manifest(checkpoint: Path) -> Manifest:
+def read_manifest(checkpoint: Path, *, looks_at_files: bool = True) -> Manifest:
     """Reads a checkpoint's manifest and checks that every file it lists is there in full.
+
+    Args:
+        checkpoint: The checkpoint.
+        looks_at_files: False to leave the files to `check_files` on one rank. If each of a thousand ranks looked at the
+            files of all ranks, the file system would have to answer a million times.
 
     Raises:
         CheckpointError: If the directory is not a complete checkpoint.
@@ -121,6 +129,17 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if fields["schema"] < OLDEST_SCHEMA:
         raise CheckpointError(f"{checkpoint} has a manifest of schema {fields['schema']}, before {OLDEST_SCHEMA}")
     manifest = Manifest(**fields)
+    if looks_at_files:
+        check_files(checkpoint, manifest)
+    return manifest
+
+
+def check_files(checkpoint: Path, manifest: Manifest) -> None:
+    """Checks that every file that a manifest lists is there in full.
+
+    Raises:
+        CheckpointError: Naming a file that is not.
+    """
     try:
         present = file_sizes(checkpoint)
     except OSError as error:
@@ -132,7 +151,6 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 f"{printable(str(checkpoint))} is damaged: {printable(name)} {found}, {record['bytes']} bytes were "
                 "written"
             )
-    return manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,13 +165,18 @@ class Found:
     """A checkpoint with a higher serial was not saved in this directory, see above."""
 
 
-def find_checkpoints(root: Path) -> Found:
-    """Lists the checkpoints in a directory. Skips an entry without a manifest: its save did not finish."""
+def find_checkpoints(root: Path, *, looks_at_files: bool = True) -> Found:
+    """Lists the checkpoints in a directory. Skips an entry without a manifest: its save did not finish.
+
+    Args:
+        root: The directory.
+        looks_at_files: As for `read_manifest`.
+    """
     complete: list[tuple[Path, Manifest]] = []
     damaged: list[CheckpointError] = []
     for path, step in _step_dirs(root):
         try:
-            manifest = read_manifest(path)
+            manifest = read_manifest(path, looks_at_files=looks_at_files)
             if manifest.step != step:
                 where = printable(str(path))
                 raise CheckpointError(f"{where} has a {MANIFEST} of step {manifest.step}; use another checkpoint")

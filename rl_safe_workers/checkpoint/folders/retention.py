@@ -130,10 +130,11 @@ def settle(root: Path) -> None:
                 warn_once(f"{printable(str(path))} {reason}: it is left alone")
             else:
                 _settle(path, step_dir(root, int(match[1])), was_replaced=match[2] is not None)
-    found = find_checkpoints(root)
-    if found.complete and found.complete[0][1].serial == found.highest_serial:
+    found = find_checkpoints(root, looks_at_files=False)
+    newest, manifest = found.complete[0] if found.complete else (root, None)
+    if manifest is not None and manifest.serial == found.highest_serial and _complete(newest) is not None:
         # The last commit stopped before it had named its checkpoint.
-        write_tracker(root, found.complete[0][1].step)
+        write_tracker(root, manifest.step)
 
 
 def _settle(pending: Path, final: Path, *, was_replaced: bool) -> None:

@@ -20,7 +20,13 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from rl_safe_workers.checkpoint.folders.conversion_folder import find_megatron_weights
-from rl_safe_workers.checkpoint.folders.manifest import SHARDS, Manifest, check_fingerprint, read_manifest
+from rl_safe_workers.checkpoint.folders.manifest import (
+    SHARDS,
+    Manifest,
+    check_files,
+    check_fingerprint,
+    read_manifest,
+)
 from rl_safe_workers.checkpoint.format.archives import Archive, read_pickle
 from rl_safe_workers.checkpoint.format.gc_pause import gc_paused
 from rl_safe_workers.checkpoint.format.index import (
@@ -469,7 +475,8 @@ class CheckpointLoads(Part):
         found: list[Manifest] = []
 
         def describe() -> dict[str, Any]:
-            manifest = read_manifest(path)
+            manifest = read_manifest(path, looks_at_files=False)
+            self._check_files(path, manifest)
             check_fingerprint(manifest, path=path, fingerprint=fingerprint)
             found.append(manifest)
             host = self.rank.host
@@ -500,6 +507,11 @@ class CheckpointLoads(Part):
             )
         return found[0]
 
+    def _check_files(self, path: Path, manifest: Manifest | None) -> None:
+        """Checks on rank 0 that all files are there. If it fails there, the load fails on all ranks."""
+        if manifest is not None and self.rank.training_rank == 0:
+            check_files(path, manifest)
+
     def _check_digest(self, manifest: Manifest, path: Path) -> None:
         saved = manifest.digests.get(str(self.rank.training_rank))
         if saved is not None and (loaded := state_digest(self.rank.host.chunks, self.rank.host.optimizer)) != saved:
@@ -525,11 +537,16 @@ class CheckpointLoads(Part):
         """
         path = Path(path).absolute()
         with self.rank.phase(Phase.LOAD):
-            weights = find_megatron_weights(path)
+            weights = find_megatron_weights(path, looks_at_files=False)
             weights.check_is_of(fingerprint, path=path)
+
+            def describe() -> dict[str, Any]:
+                self._check_files(path, weights.manifest)
+                return model_state(self.rank.host.chunks, read_content_metadata(weights.shards))
+
             # Not strict: a training checkpoint holds more than the model.
             Loader(self.rank.control).load(
-                lambda: model_state(self.rank.host.chunks, read_content_metadata(weights.shards)),
+                describe,
                 weights.shards,
                 timeout=self.rank.remaining(),
                 restore=lambda loaded: restore_model(self.rank.host.chunks, self.rank.host.optimizer, loaded),

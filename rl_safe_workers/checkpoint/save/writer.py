@@ -14,7 +14,7 @@ from typing import IO, Any, cast
 import torch
 
 from rl_safe_workers.checkpoint.folders.durable import naming
-from rl_safe_workers.checkpoint.folders.ownership import MARKER
+from rl_safe_workers.checkpoint.folders.manifest import file_sizes
 from rl_safe_workers.checkpoint.format.archives import crc32_of
 from rl_safe_workers.control.deadline import Thread
 from rl_safe_workers.errors import CheckpointError
@@ -156,12 +156,12 @@ def file_records(directory: Path, written: Mapping[str, WrittenFile]) -> dict[st
     """
     records: dict[str, dict[str, Any]] = {}
     missing = dict(written)
-    for path in sorted(p for p in directory.rglob("*") if p.is_file() and p != directory / MARKER):
-        file, size = missing.pop(path.name, None), path.stat().st_size
+    for name, size in file_sizes(directory).items():
+        path = directory / name
+        file = missing.pop(path.name, None)
         if file is not None and file.size_bytes != size:
             raise CheckpointError(f"{path} has {size} bytes, {file.size_bytes} were written: something else changed it")
-        digest = crc32_of(path) if file is None else file.digest
-        records[str(path.relative_to(directory))] = {"bytes": size, "digest": digest}
+        records[name] = {"bytes": size, "digest": crc32_of(path) if file is None else file.digest}
     if missing:
         raise CheckpointError(f"{', '.join(sorted(missing))} of {directory} were written, and are gone")
     return records
