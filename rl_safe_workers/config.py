@@ -293,8 +293,8 @@ class RolloutConfig(Section):
     """Make the trainers send each token to the experts that the rollout chose; for MoE models on GPUs."""
     update_weights_bucket_megabytes: int = Field(256, ge=1, le=2**20)
     """Largest size in MiB of a bucket of weights in a weight sync. A larger weight is sent alone. A rank needs room for
-    two buckets. A trainer needs room for a third one if it shares its GPU with a rollout rank, or if it is on a GPU and
-    an engine has several ranks."""
+    two buckets. A trainer needs room for one more if it shares its GPU with a rollout rank, and for another one if it
+    is on a GPU and an engine has several ranks."""
 
     prove_sync_freq: Annotated[int, Field(ge=-1, le=10**9)] = -1
     """Read weights back after the first weight sync and after every Nth one, and compare them with the sent weights.

@@ -182,6 +182,10 @@ class Board:
                 is_forged = True
         return found, is_forged
 
+    def signature(self, text: str) -> bytes:
+        """Returns bytes that only ranks of the run can make from a text."""
+        return self._seal.sign(text, b"")
+
     def _in_reach(self) -> AbstractContextManager[None]:
         return lost_store(f"phase {self.phase}: {self._who}")
 

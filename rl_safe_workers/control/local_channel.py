@@ -1,18 +1,23 @@
 """Messages between two processes of one machine and one user, over a Unix socket.
 
-The kernel keeps the messages whole and in order. Nobody else can read, add or change one. If a process ends, the other
-learns of it at once.
+The kernel keeps the messages whole and in order, and lets nobody else read or change them. It tells each side the user
+of the other process. So that no other process of this user gets in, the first message each way is one that only the
+right process can make. If a process ends or closes its side, the other learns of it at once.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 import secrets
 import socket
 import struct
+import time
+from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
+from weakref import WeakSet
 
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.errors import CommunicatorError
@@ -25,6 +30,18 @@ _PEER = struct.Struct("3i")
 """Process, user and group of the other side (unix(7), ``SO_PEERCRED``)."""
 _LONGEST = 2**16
 """Longest message in bytes, with its name."""
+_GREETING, _GREETING_S = "greeting", 5.0
+"""Name of the first message each way, and the longest wait for it in seconds once a process has connected."""
+_ASK_S = 0.01
+_open: WeakSet[LocalChannel] = WeakSet()
+"""The channels of this process."""
+
+
+class Greeting(NamedTuple):
+    """The first messages of a connection. Each is a secret of the two processes."""
+
+    ours: bytes
+    theirs: bytes
 
 
 class LocalListener:
@@ -47,22 +64,26 @@ class LocalListener:
         """Listens no longer."""
         self._socket.close()
 
-    def accept(self, deadline: Deadline) -> LocalChannel:
-        """Waits for the other process. Refuses processes of other users.
+    def accept(self, greeting: Greeting, deadline: Deadline) -> LocalChannel:
+        """Waits for the other process. Refuses processes of other users, and those without the right greeting.
 
         Raises:
             CommunicatorError: If it does not connect in time.
         """
+        is_told = False
         while not deadline.expired:
             self._socket.settimeout(deadline.remaining().total_seconds())
             try:
                 connection, _ = self._socket.accept()
             except TimeoutError:
                 continue
-            if (user := _user_of(connection)) == os.geteuid():
-                return LocalChannel(connection)
-            logger.warning("refused user %d of this machine, who connected to a socket of this run", user)
-            connection.close()
+            channel, user = LocalChannel(connection), _user_of(connection)
+            if user == os.geteuid() and channel.is_greeted(greeting, deadline):
+                return channel
+            channel.close()
+            if not is_told:
+                logger.warning("refused a process of user %d, which connected to a socket of this run", user)
+            is_told = True
         raise CommunicatorError(
             f"the other process has not connected within {deadline.waited_s:.1f} s", foreign=ForeignCause.TIMEOUT
         )
@@ -74,32 +95,42 @@ class LocalChannel:
     def __init__(self, connection: socket.socket) -> None:
         """Made by `LocalListener.accept` and `connect`."""
         self._socket = connection
+        _open.add(self)
 
     @classmethod
-    def connect(cls, address: str, deadline: Deadline) -> Self:
+    def connect(cls, address: str, greeting: Greeting, deadline: Deadline) -> Self:
         """Connects to a `LocalListener` of another process.
 
         Raises:
-            CommunicatorError: If nobody listens, as in another container, or if it is another user.
+            CommunicatorError: If nobody listens, or not the right process.
         """
         connection = _open_socket()
-        connection.settimeout(deadline.remaining().total_seconds())
+        channel = cls(connection)
         try:
-            connection.connect(_abstract(address))
+            _connect(connection, address, deadline)
             user = _user_of(connection)
         except OSError as error:
-            connection.close()
+            channel.close()
             raise CommunicatorError(
-                f"cannot connect to a process that should be on this machine ({error.strerror or error}): two "
-                "containers do not reach each other's sockets"
+                f"cannot connect to a process that should be on this machine ({error.strerror or error}): does it run "
+                "in another container?"
             ) from error
-        if user != os.geteuid():
-            connection.close()
-            raise CommunicatorError(f"a process of user {user} listens where one of user {os.geteuid()} should")
-        return cls(connection)
+        if user != os.geteuid() or not channel.is_greeted(greeting, deadline):
+            channel.close()
+            raise CommunicatorError(f"a process of user {user} listens where one of this run should")
+        return channel
+
+    def is_greeted(self, greeting: Greeting, deadline: Deadline) -> bool:
+        """Exchanges the first messages. Returns False if the other side does not send the right one in time."""
+        soon = Deadline.after(min(_GREETING_S, deadline.remaining().total_seconds()))
+        try:
+            self.send(_GREETING, greeting.ours, soon)
+            return hmac.compare_digest(self.receive(_GREETING, soon), greeting.theirs)
+        except CommunicatorError:
+            return False
 
     def send(self, name: str, contents: bytes, deadline: Deadline) -> None:
-        """Sends a message. Waits only if the other side has some 100 unread messages.
+        """Sends a message. Waits only if the other side has some 70 unread messages.
 
         Raises:
             CommunicatorError: If the other side has ended or closed the connection, or does not read.
@@ -108,8 +139,8 @@ class LocalChannel:
         message = name.encode() + b"\0" + contents
         if len(message) > _LONGEST:
             raise ValueError(f"the message {name!r} has {len(message)} bytes, more than {_LONGEST}")
-        self._socket.settimeout(deadline.remaining().total_seconds())
         try:
+            self._socket.settimeout(deadline.remaining().total_seconds())
             self._socket.send(message)
         except OSError as error:
             raise _failed(error, f"sending {name!r}", deadline) from error
@@ -121,21 +152,32 @@ class LocalChannel:
             CommunicatorError: If it does not arrive in time or has another name, or if the other side has ended or
                 closed the connection.
         """
-        self._socket.settimeout(deadline.remaining().total_seconds())
         try:
+            self._socket.settimeout(deadline.remaining().total_seconds())
             message = self._socket.recv(_LONGEST)
+            if not message:
+                raise ConnectionResetError
         except OSError as error:
             raise _failed(error, f"waiting for {name!r}", deadline) from error
-        if not message:
-            raise _failed(None, f"waiting for {name!r}", deadline)
         found, _, contents = message.partition(b"\0")
         if found != name.encode():
             raise CommunicatorError(f"the next message is {printable(repr(found[:80]))} and not {name!r}")
         return contents
 
     def close(self) -> None:
-        """Ends the connection. The other side's next call fails. Idempotent."""
+        """Ends the connection. The other side's calls fail, also one that waits now. Idempotent."""
+        with suppress(OSError):  # the other side has ended it
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+    @staticmethod
+    def forget_in_child() -> None:
+        """Closes a forked process's copies. Otherwise the other side would not notice the end of its parent."""
+        for channel in list(_open):
+            channel._socket.close()
+
+
+os.register_at_fork(after_in_child=LocalChannel.forget_in_child)
 
 
 def _open_socket() -> socket.socket:
@@ -147,13 +189,28 @@ def _abstract(address: str) -> str:
     return f"\0{address}"
 
 
+def _connect(connection: socket.socket, address: str, deadline: Deadline) -> None:
+    """Connects, and tries again as long as too many others wait for the listener."""
+    connection.settimeout(deadline.remaining().total_seconds())
+    while True:
+        try:
+            connection.connect(_abstract(address))
+            return
+        except BlockingIOError:
+            if deadline.expired:
+                raise
+            time.sleep(_ASK_S)
+
+
 def _user_of(connection: socket.socket) -> int:
     """Returns the user of the process on the other side. The kernel noted it when the connection was made."""
     return int(_PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1])
 
 
-def _failed(error: OSError | None, doing: str, deadline: Deadline) -> CommunicatorError:
+def _failed(error: OSError, doing: str, deadline: Deadline) -> CommunicatorError:
     if isinstance(error, TimeoutError):
         text = f"wait timeout after {deadline.waited_s:.1f} s, {doing}"
         return CommunicatorError(text, foreign=ForeignCause.TIMEOUT)
-    return CommunicatorError(f"{doing}: the other process has ended or left", foreign=ForeignCause.PEER_LOST)
+    if isinstance(error, ConnectionResetError | BrokenPipeError):
+        return CommunicatorError(f"{doing}: the other process has ended or left", foreign=ForeignCause.PEER_LOST)
+    return CommunicatorError(f"{doing}: {error.strerror or error}")

@@ -530,6 +530,10 @@ class Mailbox:
         """Made by `ControlPlane.mailbox`."""
         self._board, self._name = board, name
 
+    def signature(self, text: str) -> bytes:
+        """Returns bytes that only ranks of the run can make, from a text and the mailbox's name."""
+        return self._board.signature(f"{self._name}/{text}")
+
     def leave(self, key: str, contents: bytes = b"") -> None:
         """Writes a message. Does not wait."""
         self._board.put(f"{self._name}/{key}", contents)

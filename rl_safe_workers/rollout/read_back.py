@@ -129,11 +129,9 @@ class ReadBack:
         self._watching.close()
 
     def prepare(self) -> None:
-        """Prepares `finish`, for an update that leaves all parameters where they are. Reads nothing."""
+        """Looks for the layout of an earlier update, for an update that leaves all parameters where they are."""
         started_s = time.monotonic()
-        layout = self._kept_layout()
-        # Another layout may hold copies of the weights, as they are now.
-        self._prepared = layout if layout.lasts else None
+        self._prepared = self._kept(self._where())
         self._seconds += time.monotonic() - started_s
 
     def finish(self) -> HeldWeights:
@@ -176,15 +174,23 @@ class ReadBack:
             found.setdefault(place.parameter.rpartition(".")[0], []).append(number)
         return found
 
-    def _kept_layout(self) -> _Layout:
-        """Returns the layout of all places. Keeps one that lasts, until a parameter is elsewhere."""
-        where = tuple(
+    def _where(self) -> Hashable:
+        """Returns what a layout depends on."""
+        return tuple(
             (name, each.data_ptr(), each.shape, each.stride(), each.dtype)
             for name, each in self._model.named_parameters()
         )
-        kept = _KEPT.get(self._model)
-        if kept is not None and kept[0] is self._found and kept[1] == where:
-            return kept[2]
+
+    def _kept(self, where: Hashable) -> _Layout | None:
+        """Returns the layout of an earlier update if all parameters are where they were; else None."""
+        found, there, layout = _KEPT.get(self._model, (None, None, None))
+        return layout if found is self._found and there == where else None
+
+    def _kept_layout(self) -> _Layout:
+        """Returns the layout of all places. Keeps one that lasts, until a parameter is elsewhere."""
+        where = self._where()
+        if (kept := self._kept(where)) is not None:
+            return kept
         layout = self._layout(range(len(self._found.places)), keep=True)
         if layout.lasts:
             _KEPT[self._model] = self._found, where, layout

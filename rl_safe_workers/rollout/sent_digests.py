@@ -60,9 +60,10 @@ class SentDigests:
         self._held.append((names, tensors, sizes))
         self._known.update(names)
         if sum(tensor.nbytes for _, held, _ in self._held for tensor in held) > AT_ONCE_BYTES:
-            self._digest_held()
+            self.digest_held()
 
-    def _digest_held(self) -> None:
+    def digest_held(self) -> None:
+        """Takes the digests of the weights that are held. Does not wait for a GPU."""
         held, self._held = self._held, []
         tensors = [tensor for _, some, _ in held for tensor in some]
         sizes = [parts for _, _, some in held for parts in some]
@@ -128,7 +129,7 @@ class SentDigests:
 
     def sent(self) -> SentWeights:
         """Returns the digests. Waits for the device."""
-        self._digest_held()
+        self.digest_held()
         started_s = time.monotonic()
         if self._digests and self._digests[0].is_cuda:
             torch.cuda.synchronize(self._digests[0].device)  # the host may have sent weights from other streams

@@ -170,13 +170,14 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
                 if self._is_broken:
                     self._give_layers_back()
                 is_direct = self.obstacle is None
-                self._read_back = self._new_read_back() if update_info.prove and not is_direct else None
+                # Buckets of another GPU would wait for this. So it is done while the last ones arrive.
+                is_late = is_direct and isinstance(self._group, JointGroup)
+                self._read_back = self._new_read_back() if update_info.prove and not is_late else None
                 self._prepare()
                 # `finish_weight_update` resets it. An update by the plan can be repeated after a failure.
                 self._is_broken = not is_direct
                 self._receive_buckets(self._group)
-                if update_info.prove and is_direct:
-                    # Only now, while the last buckets arrive: the first one would have to wait for it.
+                if update_info.prove and is_late:
                     self._read_back = self._new_read_back()
                     self._read_back.prepare()
                 self._group.flush()

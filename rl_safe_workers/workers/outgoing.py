@@ -271,7 +271,7 @@ class Outgoing:
             number += count
             if edges[number] - edges[first] > AT_ONCE_BYTES or number == end:
                 if digests is not None:
-                    _add_missing(digests, bucket, first, zip(taken, counts, strict=True))
+                    _hold_missing(digests, bucket, first, zip(taken, counts, strict=True))
                 if len(parts) > 1:
                     _copy_parts(parts, bucket, first, zip(taken, counts, strict=True), buffer)
                 else:
@@ -296,13 +296,13 @@ class Outgoing:
         return tensors, count
 
 
-def _add_missing(
+def _hold_missing(
     digests: SentDigests, bucket: Bucket, first: int, items: Iterable[tuple[Sequence[torch.Tensor], int]]
 ) -> None:
-    """Takes the digests of consecutive weights, without those that have one.
+    """Holds consecutive weights for their digests, without those that have one.
 
     Args:
-        digests: Takes the digests.
+        digests: Takes the digests later.
         bucket: The bucket.
         first: Number of the first weight in the bucket.
         items: The tensors of each item, and its number of weights.

@@ -165,7 +165,8 @@ class WeightSync(Part):
                 a time, three if colocated, and some 64 MiB of weights that tensor parallelism splits. A weight that an
                 engine does not cut is in a bucket once for each rank of the engine. For such engines, a copy of one
                 kind of weights of a layer, e.g. all gate matrices of its experts, is in memory, too.
-            prove: Whether to take digests of the weights, for ``sent``.
+            prove: Whether to take digests of the weights, for ``sent``. Some 64 MiB of converted weights are then held
+                until they are digested.
 
         Returns:
             Bytes sent.
@@ -190,8 +191,9 @@ class WeightSync(Part):
                 self._agree(failure)
             failure = self._send(buckets, adjacent, buffers, failure)
             self._agree(failure)
-            if self._digests is not None:
-                self.sent = self._digests.sent()
+            digests, self._digests = self._digests, None
+            if digests is not None:
+                self.sent = digests.sent()
             return sum(parts[-1].end for _, parts in buckets)
 
     def _bucket_buffers(self, size_bytes: int) -> tuple[Failure | None, list[torch.Tensor]]:
@@ -243,11 +245,15 @@ class WeightSync(Part):
                         self.leave(failed=True)
             if failure is None and next(weights, None) is not None:
                 failure = Failure("the model has more weights than were announced")
+            if failure is None and self._digests is not None:
+                self._digests.digest_held()
         except Exception as error:  # the other ranks wait for this rank in `_agree`
             failure = failure or failed_now or Failure.of(error)
             self.leave(failed=True)
-        finally:
+        try:
             self._await_exchanged()
+        except RuntimeError as error:
+            failure = failure or Failure.of(error)
         return failure or self._flush()
 
     @contextmanager
@@ -333,8 +339,10 @@ class WeightSync(Part):
         failed = self.rank.failed_ranks(Phase.SYNC, failure)
         if failed:
             self.leave(failed=True)
-            # A rank that has failed names itself.
-            culprit = self.rank.training_rank if self.rank.training_rank in failed else min(failed)
+            self._digests = None
+            # A rank that has failed names itself. The others name one that did not only wait for its peer.
+            first = min(failed, key=lambda rank: (failed[rank].foreign.is_about_others, rank))
+            culprit = self.rank.training_rank if self.rank.training_rank in failed else first
             raise WeightSyncError(
                 f"weight sync failed on training rank {format_ranks(failed)}: {failed[culprit].text}",
                 culprit=trainer_id(culprit),

@@ -13,6 +13,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,13 +21,15 @@ from typing import Any
 import torch
 
 from rl_safe_workers.control.deadline import Deadline
-from rl_safe_workers.control.local_channel import LocalChannel, LocalListener
+from rl_safe_workers.control.failure import Failure
+from rl_safe_workers.control.local_channel import Greeting, LocalChannel, LocalListener
 from rl_safe_workers.control.plane import ControlPlane, Mailbox
-from rl_safe_workers.errors import CommunicatorError, WeightSyncError, first_line
+from rl_safe_workers.errors import CommunicatorError, RlSafeError, WeightSyncError, first_line
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.foreign_files import printable
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import Role
+from rl_safe_workers.worlds.joint_group import CONNECT_SHARE, LATE, compare_outcomes
 
 BUFFERS = 3
 """Number of buffers. While the rollout rank loads out of one, the trainer's GPU fills another, and the trainer launches
@@ -63,7 +66,7 @@ class GpuPair:
         sync_timeout: timedelta | None = None,
         parts: int = 1,
     ) -> None:
-        """Joins. Collective over: all ranks of ``control``, for the barrier.
+        """Joins. Collective over: all ranks of ``control``.
 
         Args:
             control: This process's place in the world `joint_group.joint_world`: trainers first, then rollout ranks,
@@ -75,9 +78,9 @@ class GpuPair:
             parts: Unused, because the rollout rank has all buffers mapped. `JointGroup` has this argument.
 
         Raises:
-            CommunicatorError: If the two ranks of this pair cannot connect, for example if they are on two machines.
             PhaseTimeoutError: Naming the ranks that did not come in time.
-            WeightSyncError: If the ranks do not make pairs.
+            WeightSyncError: If the ranks do not make pairs. On every rank, if the two of a pair cannot connect, for
+                example because they are on two machines; names one of them.
         """
         joint_rank, size = control.rank, control.size
         trainers = sum(one.role is Role.TRAINER for one in control.members)
@@ -85,9 +88,10 @@ class GpuPair:
             raise WeightSyncError(f"{size} joint ranks do not make pairs: give each trainer one rollout rank")
         self.joint_rank, self.sends, self._device = joint_rank, joint_rank < trainers, device
         self._timeout = sync_timeout or timeout
-        control.barrier(Phase.JOINT, Deadline.after(timeout))
+        deadline = Deadline.after(timeout)
+        control.barrier(Phase.JOINT, deadline)
         mailbox = control.mailbox(f"pair/{generation}/{joint_rank % trainers}")
-        self._channel = _connect(mailbox, Deadline.after(timeout), listens=self.sends)
+        self._channel = _joined(control, mailbox, deadline, listens=self.sends)
         self._turn, self._deadline = 0, Deadline.after(math.inf)
         self._untold = deque[tuple[int, Callable[[], None]]]()
         """On the trainer, the last turns that the rollout rank does not know of, each with a wait for its buffer."""
@@ -195,7 +199,7 @@ class GpuPair:
         return self._channel.receive(name, self._soon(timeout))
 
     def _soon(self, timeout: timedelta | None = None) -> Deadline:
-        return Deadline.after(self._deadline.at_most(timeout or self._timeout).remaining())
+        return Deadline.after(min(timeout or self._timeout, self._deadline.remaining()))
 
     def _tell(self, *, behind: int) -> None:
         """Waits until buffers are filled, and tells the rollout rank: of all but the last ``behind``."""
@@ -257,17 +261,36 @@ class GpuPair:
     abort = close
 
 
+def _joined(control: ControlPlane, mailbox: Mailbox, deadline: Deadline, *, listens: bool) -> LocalChannel:
+    """Connects the two sides of each pair. Raises on every rank if a pair cannot connect."""
+    channel, failure = None, None
+    try:
+        channel = _connect(mailbox, deadline.share(CONNECT_SHARE), listens=listens)
+    except (CommunicatorError, OSError) as error:
+        failure = Failure.of(error)
+        if failure.foreign is ForeignCause.TIMEOUT:
+            failure = replace(failure, text=LATE)
+    try:
+        compare_outcomes(control.begin("connected", phase=Phase.JOINT), failure, deadline)
+    except RlSafeError:
+        if channel is not None:
+            channel.close()
+        raise
+    assert channel is not None, "otherwise this rank has raised its failure"
+    return channel
+
+
 def _connect(mailbox: Mailbox, deadline: Deadline, *, listens: bool) -> LocalChannel:
     """Connects the two sides of a pair. The trainer listens, and tells the address over the run's store."""
+    of_trainer, of_rollout = mailbox.signature("trainer"), mailbox.signature("rollout")
     if listens:
         with LocalListener() as listener:
             mailbox.leave(_ADDRESS, listener.address.encode())
-            return listener.accept(deadline)
+            return listener.accept(Greeting(ours=of_trainer, theirs=of_rollout), deadline)
     address = mailbox.take(_ADDRESS, deadline)
     if address is None:
-        text = f"the trainer of this pair has not said within {deadline.waited_s:.1f} s where it listens"
-        raise CommunicatorError(text, foreign=ForeignCause.TIMEOUT)
-    return LocalChannel.connect(address.decode(), deadline)
+        raise CommunicatorError("the trainer of this pair does not listen", foreign=ForeignCause.TIMEOUT)
+    return LocalChannel.connect(address.decode(), Greeting(ours=of_rollout, theirs=of_trainer), deadline)
 
 
 def describe_memory(shared: torch.Tensor) -> str:

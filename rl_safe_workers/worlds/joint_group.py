@@ -35,14 +35,49 @@ logger = logging.getLogger(__name__)
 
 _ASK_S, _ABORT_S = 1e-4, 10.0
 _PREFIX, _WORLD = "joint", "joint group"
+CONNECT_SHARE = 0.8
+"""Share of the time to join in which a rank connects. The rest is for the outcomes."""
 _SHARE = 0.8
-_LATE = "did not connect in time"
+LATE = "did not connect in time"
+"""Outcome of a rank that only waited for others."""
 _AHEAD = 2
 """Most unfinished broadcasts on a GPU for each part. A CUDA stream takes some 1,000 launches. With more, the launch
 itself would wait, without a deadline."""
 _CTAS = 64
 """Most multiprocessors that all communicators of a rank use together, about half of an H100. They run at the same time.
 If they did not fit onto the GPU together, each could wait for another one's peer."""
+
+
+def compare_outcomes(operation: Operation, failure: Failure | None, deadline: Deadline) -> None:
+    """Raises on every joint rank if one has not connected. Collective over: the joint ranks, through the store.
+
+    A rank that leaves closes its connections. gloo then fails on ranks that still connect. So no rank leaves, and none
+    goes on, before all have said how it went.
+
+    Args:
+        operation: An operation that all of them have begun.
+        failure: This rank's failure to connect, with the text `LATE` if it only waited for others; None if it has
+            connected.
+        deadline: Longest wait for the others.
+
+    Raises:
+        PhaseTimeoutError: If ranks do not say how it went; names them.
+        WeightSyncError: If a rank has not connected; names it.
+    """
+    told = operation.exchange("told", "" if failure is None else failure.text, deadline)
+    if failure is not None and failure.text != LATE:
+        text = f"joint rank {operation.rank} could not join the joint group: {failure.text}"
+        raise WeightSyncError(text, foreign=failure.foreign)
+    for rank, text in told.items():
+        if text not in ("", LATE, NO_OUTCOME):
+            text = f"joint rank {rank} could not join the joint group: {text}"
+            raise WeightSyncError(text, culprit=operation.members[rank])
+    # A rank that has died keeps the others from connecting, and is silent.
+    if silent := [rank for rank, text in told.items() if text == NO_OUTCOME]:
+        raise operation.late(silent, deadline, place="told")
+    if late := [rank for rank, text in told.items() if text]:
+        text = f"joint rank {format_ranks(late)} could not join the joint group: {LATE}"
+        raise WeightSyncError(text, foreign=ForeignCause.TIMEOUT)
 
 
 def joint_world(generation: int) -> str:
@@ -109,34 +144,12 @@ class JointGroup:
         self._under_way: deque[Any] = deque()
         """On a GPU, the broadcasts that may not have ended. The current stream waits for them."""
         self._deadline = Deadline.after(math.inf)
-        # The rest of the time is for the outcomes.
-        failure = self._connect(prefix, _members_of_parts(control.members, parts), deadline.share(_SHARE))
+        failure = self._connect(prefix, _members_of_parts(control.members, parts), deadline.share(CONNECT_SHARE))
         try:
-            self._compare_outcomes(control.begin("connected", phase=Phase.JOINT), failure, deadline)
+            compare_outcomes(control.begin("connected", phase=Phase.JOINT), failure, deadline)
         except RlSafeError:
             self.abort()
             raise
-
-    def _compare_outcomes(self, operation: Operation, failure: Failure | None, deadline: Deadline) -> None:
-        """Raises on every rank if one has not connected.
-
-        A rank that leaves closes its connections. gloo then fails on ranks that still connect. So no rank leaves, and
-        none goes on, before all have said how it went.
-        """
-        told = operation.exchange("told", "" if failure is None else failure.text, deadline)
-        if failure is not None and failure.text != _LATE:
-            text = f"joint rank {self.joint_rank} could not join the joint group: {failure.text}"
-            raise WeightSyncError(text, foreign=failure.foreign)
-        for rank, text in told.items():
-            if text not in ("", _LATE, NO_OUTCOME):
-                text = f"joint rank {rank} could not join the joint group: {text}"
-                raise WeightSyncError(text, culprit=operation.members[rank])
-        # A rank that has died keeps the others from connecting, and is silent.
-        if silent := [rank for rank, text in told.items() if text == NO_OUTCOME]:
-            raise operation.late(silent, deadline, place="told")
-        if late := [rank for rank, text in told.items() if text]:
-            text = f"joint rank {format_ranks(late)} could not join the joint group: {_LATE}"
-            raise WeightSyncError(text, foreign=ForeignCause.TIMEOUT)
 
     def _connect(self, store: Store, members: Sequence[Sequence[int]], deadline: Deadline) -> Failure | None:
         """Returns what failed, not the exception: its traceback would keep the group."""
@@ -153,9 +166,9 @@ class JointGroup:
             # On a thread, because NCCL connects without a deadline.
             error = in_background(lambda: failure_of(connect), name="joining the joint group").wait(deadline)
         except DeadlineExceededError:
-            return Failure(_LATE, foreign=ForeignCause.TIMEOUT)
+            return Failure(LATE, foreign=ForeignCause.TIMEOUT)
         if error is not None and foreign_cause(error) is ForeignCause.TIMEOUT:
-            return Failure(_LATE, foreign=ForeignCause.TIMEOUT)
+            return Failure(LATE, foreign=ForeignCause.TIMEOUT)
         return None if error is None else _failure(error)
 
     def _connect_part(self, part: int, store: Store, rank: int, size: int, parts: int, deadline: Deadline) -> None:

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch.distributed import Store
 
-from rl_safe_workers.errors import PhaseTimeoutError, WeightSyncError, foreign_cause
+from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError, WeightSyncError, foreign_cause
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.ranks import RankId, Role
+from rl_safe_workers.worlds import gpu_pair
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.joint_group import joint_world
 from rl_safe_workers.worlds.store import connect_store
@@ -195,6 +196,24 @@ def test_a_rank_that_does_not_join_is_named(address: StoreAddress, tmp_path: Pat
         assert "rl_safe.timeouts.joint" in str(outcome.error)
 
 
+def _cannot_connect(*_: object) -> None:
+    raise CommunicatorError("there is no way")
+
+
+def _join_without_a_way(joint_rank: int, address: StoreAddress, folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if joint_rank == SIZE - 1:
+            patch.setattr(gpu_pair.LocalChannel, "connect", _cannot_connect)
+        _join(joint_rank, address, folder, timeout=4 * SHORT)
+
+
+def test_a_pair_that_cannot_connect_fails_all_ranks_and_is_named(address: StoreAddress, tmp_path: Path) -> None:
+    for rank, outcome in enumerate(run_ranks(_join_without_a_way, SIZE, address, tmp_path)):
+        assert isinstance(outcome.error, WeightSyncError), outcome.trace
+        assert str(outcome.error) == f"joint rank {SIZE - 1} could not join the joint group: there is no way"
+        assert outcome.error.culprit == (None if rank == SIZE - 1 else RankId(Role.ROLLOUT, 1))
+
+
 class UnsharedPair(FilePair):
     """A trainer whose device does not share memory."""
 
@@ -215,7 +234,7 @@ def test_memory_that_cannot_be_shared_fails_both_sides(address: StoreAddress, tm
 
 
 def _close_and_rejoin(joint_rank: int, address: StoreAddress, folder: Path) -> list[Any]:
-    """The reader leaves before the first broadcast, of which keys stay behind."""
+    """The reader leaves before the first broadcast."""
     first = _join(joint_rank, address, folder, size=2, sync_timeout=SHORT)
     buffer, *_ = first.buffers(BUFFER_BYTES)
     if joint_rank == 0:
