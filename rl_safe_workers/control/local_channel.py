@@ -31,7 +31,7 @@ _PEER = struct.Struct("3i")
 _LONGEST = 2**16
 """Longest message in bytes, with its name."""
 _GREETING, _GREETING_S = "greeting", 5.0
-"""Name of the first message each way, and the longest wait for it in seconds once a process has connected."""
+"""Name of the first message each way, and the longest wait of a listener for it in seconds."""
 _ASK_S = 0.01
 _open: WeakSet[LocalChannel] = WeakSet()
 """The channels of this process."""
@@ -78,7 +78,8 @@ class LocalListener:
             except TimeoutError:
                 continue
             channel, user = LocalChannel(connection), _user_of(connection)
-            if user == os.geteuid() and channel.is_greeted(greeting, deadline):
+            soon = Deadline.after(min(_GREETING_S, deadline.left_s))
+            if user == os.geteuid() and channel.is_greeted(greeting, soon):
                 return channel
             channel.close()
             if not is_told:
@@ -122,10 +123,9 @@ class LocalChannel:
 
     def is_greeted(self, greeting: Greeting, deadline: Deadline) -> bool:
         """Exchanges the first messages. Returns False if the other side does not send the right one in time."""
-        soon = Deadline.after(min(_GREETING_S, deadline.remaining().total_seconds()))
         try:
-            self.send(_GREETING, greeting.ours, soon)
-            return hmac.compare_digest(self.receive(_GREETING, soon), greeting.theirs)
+            self.send(_GREETING, greeting.ours, deadline)
+            return hmac.compare_digest(self.receive(_GREETING, deadline), greeting.theirs)
         except CommunicatorError:
             return False
 

@@ -16,6 +16,7 @@ from threading import Thread, Timer
 
 import pytest
 
+from rl_safe_workers.control import local_channel
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.local_channel import Greeting, LocalChannel, LocalListener
 from rl_safe_workers.errors import CommunicatorError, foreign_cause
@@ -179,6 +180,16 @@ def test_a_process_without_the_right_greeting_is_refused_and_the_right_one_gets_
             LocalChannel.connect(listener.address, Greeting(ours=b"wrong", theirs=b"wrong"), _soon())
         with closing(LocalChannel.connect(listener.address, ONE, _soon())), closing(accepting.result()):
             pass
+
+
+def test_a_silent_process_delays_a_connection_and_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_channel, "_GREETING_S", SHORT_S)
+    with LocalListener() as listener, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.connect(f"\0{listener.address}")
+        started_s = time.monotonic()
+        one, other = _connect_both(listener)
+        with closing(one), closing(other):
+            assert time.monotonic() - started_s > SHORT_S * 0.9
 
 
 def test_a_crowd_at_the_listener_delays_a_connection_and_does_not_end_it() -> None:
