@@ -125,6 +125,7 @@ def main_job(folder: Path, placement: str, report: Callable[[str], None], overri
         ("processes left", "", "processes", at_most(0)),
         ("GPU memory left", "MiB", "gpu_mib", at_most(0)),
         ("free before rollout, of what should be", "", "free_share", at_least(0.97)),
+        ("weights not proved, and syncs redone", "", "unproved", at_most(0)),
     ]
     return [
         gpu_row(f"{placement.replace('_', ' ')}: {name}", unit, found[key], goal)
@@ -159,6 +160,8 @@ def run_recipe(folder: Path, overrides: Sequence[str]) -> dict[str, float]:
         "processes": float(left),
         "gpu_mib": float(left_mib),
     }
+    if any(record.get(names.PROVED) for record in records):
+        found["unproved"] = sum(record[name] for record in records for name in (names.NOT_PROVED, names.REDONE))
     if "cluster.colocated=true" in overrides:
         found["free_share"] = free_share(_read_lines(run_dir / "device_memory.jsonl"), total_bytes=gpu_bytes())
     return found

@@ -35,9 +35,10 @@ def _need(gpus: int) -> None:
 @pytest.mark.parametrize("placement", gpu.PLACEMENTS)
 def test_the_main_job_learns_agrees_and_leaves_nothing(placement: str, folder: Path, rows: list[Row]) -> None:
     _need(int(placement[0]))
-    found = gpu.main_job(folder, placement, print)
+    found = gpu.main_job(folder, placement, print, ["rollout.prove_sync_freq=1"])
     rows += found
-    must_hold = ("reward gain", "median of the worst step", "processes left", "GPU memory left")
+    must_hold = ("reward gain", "median of the worst step", "processes left", "GPU memory left", "syncs redone")
+    assert sum(row.name.endswith(must_hold) for row in found) == len(must_hold)
     assert [row.name for row in found if row.name.endswith(must_hold) and not row.met] == []
 
 
