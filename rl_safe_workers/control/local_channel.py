@@ -79,7 +79,7 @@ class LocalListener:
                 continue
             channel, user = LocalChannel(connection), _user_of(connection)
             soon = Deadline.after(min(_GREETING_S, deadline.left_s))
-            if user == os.geteuid() and channel.is_greeted(greeting, soon):
+            if user == os.geteuid() and channel.is_greeted(greeting, soon, answers=True):
                 return channel
             channel.close()
             if not is_told:
@@ -116,18 +116,28 @@ class LocalChannel:
                 f"cannot connect to a process that should be on this machine ({error.strerror or error}): does it run "
                 "in another container?"
             ) from error
-        if user != os.geteuid() or not channel.is_greeted(greeting, deadline):
+        if user != os.geteuid() or not channel.is_greeted(greeting, deadline, answers=False):
             channel.close()
             raise CommunicatorError(f"a process of user {user} listens where one of this run should")
         return channel
 
-    def is_greeted(self, greeting: Greeting, deadline: Deadline) -> bool:
-        """Exchanges the first messages. Returns False if the other side does not send the right one in time."""
+    def is_greeted(self, greeting: Greeting, deadline: Deadline, *, answers: bool) -> bool:
+        """Exchanges the first messages. Returns False if the other side does not send the right one in time.
+
+        Args:
+            greeting: The messages.
+            deadline: Longest wait.
+            answers: True to send ours only after theirs, so that no stranger gets it.
+        """
         try:
-            self.send(_GREETING, greeting.ours, deadline)
-            return hmac.compare_digest(self.receive(_GREETING, deadline), greeting.theirs)
+            if not answers:
+                self.send(_GREETING, greeting.ours, deadline)
+            is_right = hmac.compare_digest(self.receive(_GREETING, deadline), greeting.theirs)
+            if answers and is_right:
+                self.send(_GREETING, greeting.ours, deadline)
         except CommunicatorError:
             return False
+        return is_right
 
     def send(self, name: str, contents: bytes, deadline: Deadline) -> None:
         """Sends a message. Waits only if the other side has some 70 unread messages.

@@ -190,6 +190,8 @@ def test_a_silent_process_delays_a_connection_and_does_not_end_it(monkeypatch: p
         one, other = _connect_both(listener)
         with closing(one), closing(other):
             assert time.monotonic() - started_s > SHORT_S * 0.9
+        # It got the end of the connection, and not our greeting.
+        assert silent.recv(100) == b""
 
 
 def test_a_crowd_at_the_listener_delays_a_connection_and_does_not_end_it() -> None:
