@@ -6,6 +6,7 @@ torch brings Triton in its builds for CUDA. A digest reads each word once. In to
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
@@ -18,7 +19,10 @@ import triton.language as tl
 from rl_safe_workers.rollout.digest import FIRST, PLACE, SECOND, WORD_BYTES, Sizes, Span, parts_of, words_of
 
 _BLOCK, _CHUNK = 2**11, 2**15
-"""Words that a program of the kernel reads at a time, and in all."""
+"""Words that a program of the kernel reads at a time, and words in a chunk."""
+_PROGRAMS = 4
+"""Programs of the kernel on each multiprocessor. They are enough to read at full speed. With one program for each
+chunk, the kernels of other streams would wait until all chunks are read."""
 _VECTOR_BYTES = 16
 """Bytes that a thread loads at once, if the address allows it."""
 _COPIED_BYTES = 2**28
@@ -133,7 +137,8 @@ class Table:
             packed = torch.empty(sum(map(len, arrays)), dtype=torch.int64, pin_memory=device.type == "cuda")
             np.concatenate(arrays, out=packed.numpy())
             self._packed = packed.to(device, non_blocking=True)
-        self._tensors, self._programs = len(words), int(owners.size)
+        self._tensors, self._chunks = len(words), int(owners.size)
+        self._programs = min(self._chunks, _most_programs(device))
         self._constants = constants(
             in_runs=bool((widths < words).any()), is_aligned=not (addresses % _VECTOR_BYTES).any()
         )
@@ -147,8 +152,9 @@ class Table:
         found = torch.zeros(self._tensors, dtype=torch.int64, device=packed.device)
         if self._programs:
             with _current(packed.device):
-                digest_chunk[(self._programs,)](
-                    found, packed, packed[owners:], packed[owners + self._programs :], self._tensors, **self._constants
+                firsts = owners + self._chunks
+                digest_chunks[(self._programs,)](
+                    found, packed, packed[owners:], packed[firsts:], self._tensors, self._chunks, **self._constants
                 )
         return found
 
@@ -158,8 +164,15 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+@functools.cache
+def _most_programs(device: torch.device) -> int:
+    # Triton's interpreter runs on a CPU.
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return _PROGRAMS * int(processors)
+
+
 def constants(*, in_runs: bool, is_aligned: bool) -> dict[str, int]:
-    """Returns the constants of `digest_chunk`. The kernel is compiled for each combination of them.
+    """Returns the constants of `digest_chunks`. The kernel is compiled for each combination of them.
 
     Args:
         in_runs: True if the words of a tensor are not one run; see `digest.Span`.
@@ -170,13 +183,16 @@ def constants(*, in_runs: bool, is_aligned: bool) -> dict[str, int]:
 
 
 # These arguments differ from batch to batch, and would make Triton compile the kernel anew.
-@triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=["found", "table", "owners", "firsts"])
-def digest_chunk(  # type: ignore[no-untyped-def]  # Triton reads the annotations of constants alone
+@triton.jit(
+    do_not_specialize=["tensors", "chunks"], do_not_specialize_on_alignment=["found", "table", "owners", "firsts"]
+)
+def digest_chunks(  # type: ignore[no-untyped-def]  # Triton reads the annotations of constants alone
     found,
     table,
     owners,
     firsts,
     tensors,
+    chunks,
     IN_RUNS: tl.constexpr,  # noqa: N803
     IS_ALIGNED: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
@@ -185,7 +201,7 @@ def digest_chunk(  # type: ignore[no-untyped-def]  # Triton reads the annotation
     FIRST: tl.constexpr,  # noqa: N803
     SECOND: tl.constexpr,  # noqa: N803
 ):
-    """Adds the digest of one chunk of a tensor to that of the tensor.
+    """Adds the digests of some chunks of tensors to those of the tensors. The programs take chunks in turns.
 
     Args:
         found: The digest of each tensor, int64.
@@ -193,6 +209,7 @@ def digest_chunk(  # type: ignore[no-untyped-def]  # Triton reads the annotation
         owners: The number of each chunk's tensor, int64.
         firsts: The place of each chunk's first word in its tensor, int64.
         tensors: Number of tensors.
+        chunks: Number of chunks.
         IN_RUNS: The constants; see `constants`.
         IS_ALIGNED: A constant.
         BLOCK: A constant.
@@ -201,32 +218,32 @@ def digest_chunk(  # type: ignore[no-untyped-def]  # Triton reads the annotation
         FIRST: A constant.
         SECOND: A constant.
     """
-    program = tl.program_id(0)
-    owner = tl.load(owners + program)
-    first = tl.load(firsts + program)
-    field = table + owner
-    words = (tl.load(field) + first * 4).to(tl.pointer_type(tl.int32))
-    if IS_ALIGNED:
-        words = tl.multiple_of(words, 16)
-    count = tl.minimum(tl.load(field + tensors) - first, CHUNK).to(tl.int32)
-    start = tl.load(field + 2 * tensors).to(tl.uint32)
-    width = tl.load(field + 3 * tensors).to(tl.uint32)
-    skip = tl.load(field + 4 * tensors).to(tl.uint32)
-    place = first.to(tl.uint32)
-    offsets = tl.arange(0, BLOCK)
-    sums = tl.zeros((BLOCK,), dtype=tl.int64)
-    # A mask keeps loads from being wide, so only the last block has one.
-    whole = count // BLOCK * BLOCK
-    for at in range(0, whole, BLOCK):
-        loaded = tl.load(words + at + offsets)
-        places = place + (at + offsets).to(tl.uint32)
-        sums += _mixed(loaded, places, start, width, skip, IN_RUNS, PLACE, FIRST, SECOND)
-    if whole < count:
-        is_left = whole + offsets < count
-        loaded = tl.load(words + whole + offsets, mask=is_left, other=0)
-        places = place + (whole + offsets).to(tl.uint32)
-        sums += tl.where(is_left, _mixed(loaded, places, start, width, skip, IN_RUNS, PLACE, FIRST, SECOND), 0)
-    tl.atomic_add(found + owner, tl.sum(sums), sem="relaxed")
+    for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
+        owner = tl.load(owners + chunk)
+        first = tl.load(firsts + chunk)
+        field = table + owner
+        words = (tl.load(field) + first * 4).to(tl.pointer_type(tl.int32))
+        if IS_ALIGNED:
+            words = tl.multiple_of(words, 16)
+        count = tl.minimum(tl.load(field + tensors) - first, CHUNK).to(tl.int32)
+        start = tl.load(field + 2 * tensors).to(tl.uint32)
+        width = tl.load(field + 3 * tensors).to(tl.uint32)
+        skip = tl.load(field + 4 * tensors).to(tl.uint32)
+        place = first.to(tl.uint32)
+        offsets = tl.arange(0, BLOCK)
+        sums = tl.zeros((BLOCK,), dtype=tl.int64)
+        # A mask keeps loads from being wide, so only the last block has one.
+        whole = count // BLOCK * BLOCK
+        for at in range(0, whole, BLOCK):
+            loaded = tl.load(words + at + offsets)
+            places = place + (at + offsets).to(tl.uint32)
+            sums += _mixed(loaded, places, start, width, skip, IN_RUNS, PLACE, FIRST, SECOND)
+        if whole < count:
+            is_left = whole + offsets < count
+            loaded = tl.load(words + whole + offsets, mask=is_left, other=0)
+            places = place + (whole + offsets).to(tl.uint32)
+            sums += tl.where(is_left, _mixed(loaded, places, start, width, skip, IN_RUNS, PLACE, FIRST, SECOND), 0)
+        tl.atomic_add(found + owner, tl.sum(sums), sem="relaxed")
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -56,6 +56,10 @@ _KEPT: WeakKeyDictionary[torch.nn.Module, tuple[EnginePlaces, Hashable, _Layout]
 """The last layout of all places of a model, with what it depends on. To make one takes longer than to read it."""
 
 
+_PLACES: WeakKeyDictionary[torch.nn.Module, tuple[Hashable, EnginePlaces]] = WeakKeyDictionary()
+"""The last places of a model, with what they depend on."""
+
+
 class ReadBack:
     """Takes digests of a model's weights. One object serves one update.
 
@@ -72,7 +76,7 @@ class ReadBack:
             rank: The rank of the engine that has this model.
         """
         self._model = model
-        self._found = _places_of(tuple(specs), tuple(name for name, _ in model.named_parameters()), rank)
+        self._found = _places_of(model, tuple(specs), rank)
         self._converted: dict[int, int] = {}
         """Digests from before a conversion, by the number of the place."""
         self._prepared: _Layout | None = None
@@ -234,7 +238,12 @@ class ReadBack:
         return dict(zip(layout.numbers, layout.take().tolist(), strict=True))
 
 
-@lru_cache(maxsize=2)
-def _places_of(specs: tuple[WeightSpec, ...], parameters: tuple[str, ...], rank: EngineRank) -> EnginePlaces:
+def _places_of(model: torch.nn.Module, specs: tuple[WeightSpec, ...], rank: EngineRank) -> EnginePlaces:
     """Returns what `EnginePlaces.of` returns, and keeps it. For many experts, that takes longer than to read them."""
-    return EnginePlaces.of(specs, parameters, rank)
+    parts = specs, tuple(name for name, _ in model.named_parameters()), rank
+    kept, places = _PLACES.get(model, (None, None))
+    # Equal, not of equal hash: Python compares the same objects fast, but would hash thousands of them anew.
+    if places is None or kept != parts:
+        places = EnginePlaces.of(*parts)
+        _PLACES[model] = parts, places
+    return places

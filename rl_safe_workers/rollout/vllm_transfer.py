@@ -169,25 +169,16 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             with _vllm_config(self.vllm_config):
                 if self._is_broken:
                     self._give_layers_back()
-                is_direct = self.obstacle is None
-                # Buckets of another GPU would wait for this. So it is done while the last ones arrive.
-                is_late = is_direct and isinstance(self._group, JointGroup)
-                self._read_back = self._new_read_back() if update_info.prove and not is_late else None
+                self._read_back = ReadBack(self.model, self._specs, self._rank) if update_info.prove else None
                 self._prepare()
                 # `finish_weight_update` resets it. An update by the plan can be repeated after a failure.
-                self._is_broken = not is_direct
+                self._is_broken = self.obstacle is not None
                 self._receive_buckets(self._group)
-                if update_info.prove and is_late:
-                    self._read_back = self._new_read_back()
-                    self._read_back.prepare()
                 self._group.flush()
         except Exception:
             # With gloo, the other ranks then fail at once. With NCCL, they fail in `flush`.
             self._leave(failed=True)
             raise
-
-    def _new_read_back(self) -> ReadBack:
-        return ReadBack(self.model, self._specs, self._rank)
 
     def _receive_buckets(self, group: JointGroup | GpuPair) -> None:
         """Starts to load all buckets. Keeps no reference to their memory, which may be the trainer's."""
@@ -203,6 +194,9 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             # After the next broadcast has started, so that one bucket is loaded while the next one arrives.
             if arriving is not None:
                 self._load(*arriving)
+            if self._read_back is not None and self.obstacle is None and number == len(self._buckets) // 2:
+                # The first bucket would wait for this, and so would the proof after the last one.
+                self._read_back.prepare()
             arriving = (number, buffer, wait)
         if arriving is not None:
             self._load(*arriving)

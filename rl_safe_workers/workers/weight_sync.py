@@ -65,8 +65,8 @@ class WeightSync(Part):
         self._colocated = False
         self._on_its_way = deque[Callable[[], None]]()
         """Functions that wait for the broadcasts under way, the oldest first."""
-        self._exchange_stream: torch.cuda.Stream | None = None
-        """Stream that waits for the buckets of other trainers; see `_exchanged`."""
+        self._side_streams: dict[str, torch.cuda.Stream] = {}
+        """Streams for work beside the packing, by what they do; see `_beside_packing`."""
         self._outgoing: Outgoing | None = None
         self._engine: Sequence[EngineRank] = (ONLY_RANK,)
         """The ranks of each engine."""
@@ -251,7 +251,7 @@ class WeightSync(Part):
             failure = failure or failed_now or Failure.of(error)
             self.leave(failed=True)
         try:
-            self._await_exchanged()
+            self._await_side_streams()
         except RuntimeError as error:
             failure = failure or Failure.of(error)
         return failure or self._flush()
@@ -273,28 +273,34 @@ class WeightSync(Part):
         assert self._outgoing is not None, "send_weights has checked this"
         work = dist.broadcast(buffer, group_src=source, group=dist.group.WORLD, async_op=True)
         waits_here = self._outgoing.is_collective or self.joint_group is None or self.rank.device.type != "cuda"
-        with nullcontext() if waits_here else self._beside_packing():
+        with nullcontext() if waits_here else self._beside_packing("exchange"):
             work.wait()
             yield
         if self.joint_group is None:
-            self._await_exchanged()
+            self._await_side_streams()
 
-    def _beside_packing(self) -> AbstractContextManager[object]:
-        """Returns a context that makes the stream for exchanged buckets the current one."""
-        if self._exchange_stream is None:
-            self._exchange_stream = torch.cuda.Stream(self.rank.device)  # type: ignore[no-untyped-call]
-        return torch.cuda.stream(self._exchange_stream)
+    def _beside_packing(self, work: str) -> AbstractContextManager[object]:
+        """Returns a context in which a GPU works beside the packing, after all that was launched before."""
+        device = self.rank.device
+        if device.type != "cuda":
+            return nullcontext()
+        stream = self._side_streams.get(work)
+        if stream is None:
+            stream = self._side_streams[work] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(stream)
 
-    def _await_exchanged(self) -> None:
-        """Makes the packing stream wait for all exchanged buckets. It may then write to the buffers, or free them."""
-        if self._exchange_stream is not None:
-            torch.cuda.current_stream(self.rank.device).wait_stream(self._exchange_stream)
+    def _await_side_streams(self) -> None:
+        """Makes the packing stream wait for the other streams. It may then write to the buffers, or free them."""
+        for stream in self._side_streams.values():
+            torch.cuda.current_stream(self.rank.device).wait_stream(stream)
 
     def _digest_in_place(self, adjacent: Adjacent) -> Failure | None:
         assert self._outgoing is not None, "send_weights has checked this"
         try:
             if self._digests is not None:
-                self._outgoing.digest_in_place(self._digests, adjacent)
+                with self._beside_packing("digests"):
+                    self._outgoing.digest_in_place(self._digests, adjacent)
         except Exception as error:  # the other ranks wait for this rank in `_agree`
             return Failure.of(error)
         return None

@@ -54,11 +54,14 @@ def compiled() -> dict[str, int]:
     for in_runs in (False, True):
         for is_aligned in (False, True):
             constants = digest_kernel.constants(in_runs=in_runs, is_aligned=is_aligned)
-            arguments = dict.fromkeys(digest_kernel.digest_chunk.arg_names, "*i64") | {"tensors": "i32"}
+            arguments = dict.fromkeys(digest_kernel.digest_chunks.arg_names, "*i64") | {
+                "tensors": "i32",
+                "chunks": "i32",
+            }
             source = ASTSource(
-                fn=digest_kernel.digest_chunk,
+                fn=digest_kernel.digest_chunks,
                 signature=arguments | dict.fromkeys(constants, "constexpr"),
-                constexprs={(digest_kernel.digest_chunk.arg_names.index(name),): of for name, of in constants.items()},
+                constexprs={(digest_kernel.digest_chunks.arg_names.index(name),): of for name, of in constants.items()},
             )
             code = triton.compile(source, target=GPUTarget(*COMPILED_FOR)).asm["ptx"]
             found[f"in_runs={in_runs}, is_aligned={is_aligned}"] = code.count("ld.global.v4")
