@@ -59,6 +59,16 @@ MBRIDGE = "RL_SAFE_BENCH_MBRIDGE_SITE"
 STEPS, LEFT_OUT = (8, 3) if ON_CPU else (20, 3)
 PAIRS, PAIRS_LEFT_OUT = (60, 4) if ON_CPU else (30, 4)
 """Number of pairs of a step with phases and a bare step, and number of first pairs that do not count."""
+PROVED = "ours, proved:"
+_ENGINES: Mapping[str, Sequence[str]] = {
+    "engines of one GPU": (),
+    "a tensor-parallel engine": ("actor_rollout_ref.rollout.tensor_model_parallel_size=2",),
+    "a tensor- and expert-parallel engine": (
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.rollout.expert_parallel_size=2",
+    ),
+}
+"""Overrides of verl's configuration by kind of engine. All have as many GPUs in all."""
 SAVED_STEPS, RESUMED_STEPS = 3, 2
 QUIET_WITHIN_S = 300.0
 """Seconds that steps wait for the end of the parts beside them."""
@@ -360,33 +370,30 @@ def variants(jobs: Jobs) -> list[Row]:
 
 
 def proofs(jobs: Jobs) -> list[Row]:
-    """Runs eight steps with vLLM, and proves every other weight sync."""
+    """Runs eight steps with each kind of vLLM engine, and proves every other weight sync."""
+    few = ["trainer.total_training_steps=8", "trainer.save_freq=-1", "actor_rollout_ref.rl_safe.prove_sync_freq=2"]
     wanted = [
-        Wanted(
-            name="ours, proved",
-            who=OURS,
-            overrides=[
-                "trainer.total_training_steps=8",
-                "trainer.save_freq=-1",
-                "actor_rollout_ref.rl_safe.prove_sync_freq=2",
-            ],
-            variables=UNCOMPILED,
-        )
+        Wanted(name=f"{PROVED} {engine}", who=OURS, overrides=[*few, *overrides], variables=UNCOMPILED)
+        for engine, overrides in _ENGINES.items()
     ]
     done = jobs.run(wanted)
-    of_steps = [metrics for job in done.values() for _, metrics in sorted(metrics_of(job.output()).items())]
-    of_steps = [of_step for of_step in of_steps[2:] if "timing_s/update_weights" in of_step]
-    proved, plain = ([one for one in of_steps if ("rl_safe/sync_proved" in one) is is_so] for is_so in (True, False))
     rows = _exit_rows(jobs, wanted, done)
-    if not (proved and plain):
-        return rows
-    seconds = [median(one["timing_s/update_weights"] for one in each) for each in (proved, plain)]
-    return [
-        *rows,
-        row("proved syncs: weights not proved, syncs redone", "",
-            max(one["rl_safe/sync_not_proved"] + one["rl_safe/sync_redone"] for one in proved), at_most(0)),
-        row("a proved weight sync, against another", "s", seconds[0], at_most(1.25), seconds[1]),
-    ]  # fmt: skip
+    for name, job in done.items():
+        of_steps = [metrics for _, metrics in sorted(metrics_of(job.output()).items())]
+        of_steps = [of_step for of_step in of_steps[2:] if "timing_s/update_weights" in of_step]
+        proved, plain = (
+            [one for one in of_steps if ("rl_safe/sync_proved" in one) is is_so] for is_so in (True, False)
+        )
+        if not (proved and plain):
+            continue
+        seconds = [median(one["timing_s/update_weights"] for one in each) for each in (proved, plain)]
+        engine = name.removeprefix(f"{PROVED} ")
+        rows += [
+            row(f"{engine}: weights not proved, syncs redone", "",
+                max(one["rl_safe/sync_not_proved"] + one["rl_safe/sync_redone"] for one in proved), at_most(0)),
+            row(f"{engine}: a proved weight sync, against another", "s", seconds[0], at_most(1.25), seconds[1]),
+        ]  # fmt: skip
+    return rows
 
 
 def _release_rows(jobs: Jobs, giving: Job) -> list[Row]:

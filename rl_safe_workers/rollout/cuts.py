@@ -48,6 +48,23 @@ class EngineRank:
     size: int = 1
     kv_heads: int = 1
     """Number of the model's key-value heads. If there are more ranks than heads, several ranks hold the same head."""
+    expert_parallel: bool = False
+    """True if each rank holds some experts whole; False if it holds a cut of each expert."""
+
+    def expert(self, number: int, *, of: int) -> int | None:
+        """Returns an expert's index on this rank; None if another rank holds it.
+
+        The ranks hold consecutive experts, and the first ranks one more if the experts cannot be divided equally.
+
+        Args:
+            number: Number of the expert in its layer.
+            of: Number of experts of the layer.
+        """
+        if not self.expert_parallel:
+            return number
+        each, more = divmod(of, self.size)
+        first = self.rank * each + min(self.rank, more)
+        return number - first if first <= number < first + each + (self.rank < more) else None
 
     def cut(self, name: str, layer: str, shape: tuple[int, ...]) -> Cut | None:
         """Returns the cut of a weight that this rank holds; None if it holds the whole.
@@ -57,7 +74,7 @@ class EngineRank:
             layer: Name of the layer, or of the expert tensor, that holds it.
             shape: Shape of the whole weight.
         """
-        if self.size == 1 or not shape:
+        if self.size == 1 or not shape or (self.expert_parallel and layer in EXPERTS):
             return None
         if layer in _COLUMNS_CUT and len(shape) > 1:
             each = shape[-1] // self.size

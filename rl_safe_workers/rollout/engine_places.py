@@ -7,8 +7,8 @@ weight in the wrong place. A rank of a tensor-parallel engine holds a cut of eac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -85,7 +85,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlaces:
-    """The places of all weights of a sync."""
+    """The places of all weights of a sync, without the experts that only other ranks of the engine hold."""
 
     places: tuple[Place, ...]
     """In the order of the weights. A weight may have several, e.g. an embedding that is the output layer, too."""
@@ -131,6 +131,8 @@ class EnginePlaces:
         faults |= dict.fromkeys(
             f"{name}: nothing is sent for it" for name in parameters if name not in held and _layer(name) not in layers
         )
+        if rank.expert_parallel:
+            places = [*_with_held_experts(places, rank)]
         return cls(places=tuple(places), unplaced=tuple(unplaced), faults=tuple(faults))
 
     @cached_property
@@ -153,6 +155,19 @@ class EnginePlaces:
             for name, size in sizes.items()
             if sent[name] != size and name not in _PADDED
         ]
+
+
+def _with_held_experts(places: Sequence[Place], rank: EngineRank) -> Iterator[Place]:
+    """Yields the places without the experts that only other ranks hold. The others get their index on this rank."""
+    experts: dict[str, int] = {}
+    for place in places:
+        if place.expert is not None:
+            experts[place.parameter] = max(experts.get(place.parameter, 0), place.expert + 1)
+    for place in places:
+        if place.expert is None:
+            yield place
+        elif (expert := rank.expert(place.expert, of=experts[place.parameter])) is not None:
+            yield replace(place, expert=expert)
 
 
 def _rows(rank: EngineRank, parameter: str, spec: WeightSpec) -> int:

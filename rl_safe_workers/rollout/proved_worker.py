@@ -1,4 +1,4 @@
-"""Adds to a host's vLLM worker a check that reads weights back after a sync. Imports no vLLM."""
+"""Adds to a host's vLLM worker a check that reads weights back after a sync. Imports no vLLM by itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rl_safe_workers.rollout.protocol import WeightSpec
-from rl_safe_workers.rollout.read_back import ReadBack, obstacle
+from rl_safe_workers.rollout.read_back import ReadBack, engine_rank, obstacle
 from rl_safe_workers.rollout.sync_proof import HeldWeights
 
 
@@ -49,5 +49,6 @@ class ProvedWorker:
             specs: All weights of the sync.
         """
         if self._rl_safe_is_due:
-            self._rl_safe_read_back = ReadBack(self.model_runner.model, specs)
+            rank = engine_rank(self.model_runner.vllm_config)
+            self._rl_safe_read_back = ReadBack(self.model_runner.model, specs, rank)
             self._rl_safe_read_back.watch()

@@ -27,8 +27,11 @@ def obstacle(vllm_config: Any) -> str | None:
     Args:
         vllm_config: vLLM's ``VllmConfig`` of the engine.
     """
-    if vllm_config.parallel_config.world_size > 1:
-        return "it has more than one GPU"
+    layout = vllm_config.parallel_config
+    if layout.world_size > layout.tensor_parallel_size or layout.data_parallel_size > 1:
+        return "it has pipeline or data parallelism"
+    if layout.enable_expert_parallel and (layout.enable_eplb or layout.expert_placement_strategy != "linear"):
+        return "its experts are not in order on its ranks"
     if vllm_config.quant_config is not None:
         return "its weights are quantised"
     if vllm_config.lora_config is not None:
@@ -36,6 +39,25 @@ def obstacle(vllm_config: Any) -> str | None:
     if vllm_config.model_config.is_multimodal_model:
         return "its model is multimodal"
     return None
+
+
+def engine_rank(vllm_config: Any) -> EngineRank:
+    """Returns the rank of an engine that this process is.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig`` of the engine.
+    """
+    layout = vllm_config.parallel_config
+    if layout.tensor_parallel_size == 1:
+        return ONLY_RANK
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return EngineRank(
+        rank=get_tensor_model_parallel_rank(),
+        size=layout.tensor_parallel_size,
+        kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
+        expert_parallel=layout.enable_expert_parallel,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,6 +68,22 @@ class HeldWeights:
     seconds: float
     """Seconds that this took."""
 
+    @classmethod
+    def of_workers(cls, answers: Sequence[Mapping[str, Any] | None]) -> HeldWeights | None:
+        """Joins the answers of `proved_worker.ProvedWorker.rl_safe_held` of an engine's workers; None if all are None.
+
+        Args:
+            answers: The answers by rank. They may have come as JSON or msgpack, which turns tuples into lists.
+        """
+        if all(answer is None for answer in answers):
+            return None
+        ranks = [NOTHING_CAME if answer is None else cls._of_worker(**answer) for answer in answers]
+        return ranks[0] if len(ranks) == 1 else cls.of_engine(ranks)
+
+    @classmethod
+    def _of_worker(cls, *, cuts: Sequence[Sequence[Any]], **others: Any) -> HeldWeights:
+        return cls(cuts=tuple(HeldCut(*cut) for cut in cuts), **others)
+
     def as_dict(self) -> dict[str, Any]:
         """Returns the fields by name. Unlike ``dataclasses.asdict``, it does not copy the thousands of values."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
@@ -113,6 +129,7 @@ class HeldWeights:
             elif digest != sent[name]:
                 found.append(f"{name}: sent {_hex(sent[name])}, held {_hex(digest)}")
         answered = {name for name, _ in self.digests} | set(self.unread)
+        found = [*dict.fromkeys(found)]  # ranks of an engine may hold copies of a weight
         return found + [f"{name}: sent, and not held" for name in sent if name not in answered]
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none, set_current_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -35,7 +34,7 @@ from rl_safe_workers.rollout.direct_load import DirectLoad
 from rl_safe_workers.rollout.packing import whole_weights
 from rl_safe_workers.rollout.part_reads import PartReads
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
-from rl_safe_workers.rollout.read_back import ReadBack
+from rl_safe_workers.rollout.read_back import ReadBack, engine_rank
 from rl_safe_workers.rollout.sync_proof import HeldWeights
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.gpu_pair import GpuPair
@@ -202,10 +201,12 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             self._load(*arriving)
 
     def _engine_rank(self, kv_heads: int) -> EngineRank:
-        size, found = self.vllm_config.parallel_config.tensor_parallel_size, self.model_config.get_total_num_kv_heads()
-        if size > 1 and found != kv_heads:
-            raise WeightSyncError(f"vLLM cuts weights by {found} key-value heads, and the trainers by {kv_heads}")
-        return EngineRank(rank=get_tensor_model_parallel_rank(), size=size, kv_heads=kv_heads)
+        rank = engine_rank(self.vllm_config)
+        if rank.size > 1 and rank.kv_heads != kv_heads:
+            raise WeightSyncError(
+                f"vLLM cuts weights by {rank.kv_heads} key-value heads, and the trainers by {kv_heads}"
+            )
+        return rank
 
     def _prepare(self) -> None:
         if self.obstacle is None:

@@ -162,9 +162,8 @@ def test_a_host_that_lacks_what_a_proof_relies_on_is_refused(builder, ends, monk
         ("backend", "megatron", "only vLLM's engines are read back"),
         ("refit_transport", "nccl_reshard", "only NeMo RL's default transports are proved"),
         ("quant_cfg", "NVFP4", "only engines that are not quantised are read back"),
-        ("vllm_cfg.tensor_parallel_size", 2, "only engines of one GPU are read back"),
-        ("vllm_cfg.pipeline_parallel_size", 2, "only engines of one GPU are read back"),
-        ("vllm_cfg.expert_parallel_size", 2, "only engines of one GPU are read back"),
+        ("vllm_cfg.pipeline_parallel_size", 2, "an engine's ranks must be tensor-parallel to be read back"),
+        ("vllm_cfg.expert_parallel_size", 2, "an engine's ranks must be tensor-parallel to be read back"),
         ("vllm_cfg.precision", "fp8", "only engines that are not quantised are read back"),
         ("vllm_cfg.kv_cache_dtype", "fp8_e4m3", "its scales are sent as weights"),
     ],
@@ -178,6 +177,12 @@ def test_a_run_whose_refits_cannot_be_proved_is_refused(key, value, reason) -> N
     assert str(caught.value) == (
         f"rl_safe.prove_sync_freq=1 with policy.generation.{key}={value}: {reason}; set rl_safe.prove_sync_freq=-1"
     )
+
+
+def test_refits_of_tensor_parallel_engines_can_be_proved() -> None:
+    for experts in (1, 2):
+        parallel = {"tensor_parallel_size": 2, "expert_parallel_size": experts}
+        check_generation({**PROVED, "vllm_cfg": {**PROVED["vllm_cfg"], **parallel}}, every=1)
 
 
 def test_a_run_without_generation_is_refused_if_refits_are_to_be_proved() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ from torch.distributed import TCPStore
 from rl_safe_workers.adapters import sync_prover
 from rl_safe_workers.adapters.hosting import HostedTrainer
 from rl_safe_workers.adapters.job_verdict import JobVerdict
+from rl_safe_workers.adapters.swift import proved_syncs
 from rl_safe_workers.adapters.swift.proved_syncs import ColocatedSyncs, EngineReader, check_proof
 from rl_safe_workers.adapters.swift.ray_proofs import log_proofs, prove_transfers
 from rl_safe_workers.adapters.swift.ray_waits import RayWaits
@@ -30,7 +35,7 @@ from rl_safe_workers.ranks import trainer_id, trainer_ids
 from rl_safe_workers.rollout.sync_proof import HeldWeights, SentWeights
 
 PATIENCE = timedelta(seconds=20)
-NAME = "first.weight"
+NAME, CUT = "first.weight", "model.o_proj.weight"
 WRONG = rf"{NAME}: sent [0-9a-f]{{16}}, held [0-9a-f]{{16}}"
 
 
@@ -48,10 +53,29 @@ class Model(torch.nn.Module):
     @torch.no_grad()
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
-            self.get_parameter(name).copy_(tensor)
+            self.get_parameter(name).copy_(self.mine(name, tensor))
         if self.flips:
             self.flips -= 1
-            self.first.weight.view(torch.int32)[0, 0] ^= 1
+            self.get_parameter(self.flipped).view(torch.int32)[0, 0] ^= 1
+
+    flipped = NAME
+
+    def mine(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+class CutModel(Model):
+    """The same of a rank of an engine with two ranks."""
+
+    flipped = CUT
+
+    def __init__(self, flips: int = 0) -> None:
+        super().__init__(flips)
+        self.model = torch.nn.Module()
+        self.model.o_proj = torch.nn.Linear(4, 4, bias=False)
+
+    def mine(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.chunk(2, dim=1)[RANK.get()] if name == CUT else tensor
 
 
 class Bridge:
@@ -67,13 +91,19 @@ def weights(value: float = 1.0) -> dict[str, torch.Tensor]:
     return {NAME: torch.full((4, 4), value), "second.weight": torch.ones(4, 4)}
 
 
+ONE_GPU = SimpleNamespace(world_size=1, tensor_parallel_size=1, data_parallel_size=1, enable_expert_parallel=False)
+TWO_GPUS = SimpleNamespace(**vars(ONE_GPU) | {"world_size": 2, "tensor_parallel_size": 2})
+RANK = ContextVar[int]("rank")
+"""The rank that the current thread stands for."""
+
+
 def config(**more: Any) -> SimpleNamespace:
     return SimpleNamespace(
         **{
-            "parallel_config": SimpleNamespace(world_size=1),
+            "parallel_config": ONE_GPU,
             "quant_config": None,
             "lora_config": None,
-            "model_config": SimpleNamespace(is_multimodal_model=False),
+            "model_config": SimpleNamespace(is_multimodal_model=False, get_total_num_kv_heads=lambda: 2),
         }
         | more
     )
@@ -83,18 +113,26 @@ class Rank(HostedTrainer):
     """One rank, its engine and ms-swift's trainer."""
 
     def __init__(
-        self, control: Any, rank: int, sent: dict[str, torch.Tensor], *, flips: int = 0, every: int = 1
+        self,
+        control: Any,
+        rank: int,
+        sent: dict[str, torch.Tensor],
+        *,
+        flips: int = 0,
+        every: int = 1,
+        layout: SimpleNamespace = ONE_GPU,
     ) -> None:
         self.settings = job_settings({VARIABLE: f'{{"prove_sync_freq": {every}}}'})
         self._trainer: Any = SimpleNamespace(training_rank=rank, control=control, deadline=Deadline.after(PATIENCE))
-        self.model = Model(flips)
+        self.model = (Model if layout is ONE_GPU else CutModel)(flips)
         self.host = SimpleNamespace(
             bridge=Bridge(sent),
             state=SimpleNamespace(iteration=3),
             unwrapped_models=[torch.nn.Module()],
             _metrics={"train": defaultdict(list)},
         )
-        engine = SimpleNamespace(inner_model=self.model, engine=SimpleNamespace(vllm_config=config()))
+        of_engine = config(parallel_config=layout)
+        engine = SimpleNamespace(inner_model=self.model, engine=SimpleNamespace(vllm_config=of_engine))
         self.reader, self.syncs = EngineReader(engine), ColocatedSyncs(self)  # type: ignore[arg-type]
         self.syncs.add_engine(engine)
 
@@ -106,7 +144,9 @@ class Rank(HostedTrainer):
         return None
 
 
-def synced(*sent: dict[str, torch.Tensor], flips: tuple[int, ...] = (0, 0)) -> tuple[list[Rank], list[Any]]:
+def synced(
+    *sent: dict[str, torch.Tensor], flips: tuple[int, ...] = (0, 0), layout: SimpleNamespace = ONE_GPU
+) -> tuple[list[Rank], list[Any]]:
     """Both ranks after a sync, and the error of each."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
     secret = new_secret()
@@ -114,7 +154,8 @@ def synced(*sent: dict[str, torch.Tensor], flips: tuple[int, ...] = (0, 0)) -> t
     def run(rank: int) -> tuple[Rank, Any]:
         store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
         control = ControlPlane(store, world="training world", rank=rank, members=trainer_ids(range(2)), secret=secret)
-        made = Rank(control, rank, sent[rank], flips=flips[rank])
+        RANK.set(rank)
+        made = Rank(control, rank, sent[rank], flips=flips[rank], layout=layout)
         return made, made.sync()
 
     with ThreadPoolExecutor() as pool:
@@ -148,6 +189,49 @@ def test_every_rank_ends_and_blames_the_one_whose_engine_is_wrong_twice() -> Non
         assert re.search(f"the weight sync of step 4 has .*, twice: rollout rank 1: {WRONG}$", str(error))
 
 
+class _Group:
+    """vLLM's group of an engine's two ranks, which are threads."""
+
+    def __init__(self) -> None:
+        self.cpu_group, self._met, self._values = self, threading.Barrier(2, timeout=20), [None, None]
+
+    def gather(self, value: Any, *, group: _Group) -> list[Any]:
+        assert group is self
+        self._values[RANK.get()] = json.loads(json.dumps(value))
+        self._met.wait()
+        found = list(self._values)
+        self._met.wait()
+        return found
+
+
+@pytest.fixture
+def _an_engine_of_both_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = _Group()
+    names = {"get_tp_group": lambda: group, "get_tensor_model_parallel_rank": RANK.get}
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.distributed", module := ModuleType("vllm.distributed"))
+    vars(module).update(names)
+    monkeypatch.setattr(proved_syncs, "gather_json", group.gather)
+
+
+@pytest.mark.usefixtures("_an_engine_of_both_ranks")
+def test_the_ranks_of_an_engine_prove_together_what_they_hold() -> None:
+    sent = {CUT: torch.arange(32.0).view(4, 8), **weights()}
+    ranks, errors = synced(sent, sent, layout=TWO_GPUS)
+    assert errors == [None, None]
+    assert [rank.host._metrics["train"]["rl_safe/sync_proved"] for rank in ranks] == [[5.0], [5.0]]
+    assert [rank.host.bridge.exports for rank in ranks] == [1, 1]
+
+
+@pytest.mark.usefixtures("_an_engine_of_both_ranks")
+def test_a_cut_that_one_rank_of_an_engine_has_wrong_twice_is_told_once() -> None:
+    sent = {CUT: torch.arange(32.0).view(4, 8), **weights()}
+    _, errors = synced(sent, sent, flips=(0, 2), layout=TWO_GPUS)
+    wrong = WRONG.replace(NAME, CUT)
+    for error in errors:
+        assert re.search(f"twice: rollout rank 0: {wrong}$", str(error))
+
+
 def test_a_rank_that_exports_other_weights_than_the_first_one_is_found() -> None:
     _, errors = synced(weights(), weights(2.0))
     assert [error.culprit for error in errors] == [trainer_id(1)] * 2
@@ -175,12 +259,11 @@ def test_a_sync_that_is_not_due_is_left_alone() -> None:
             {"vllm_mode": "server"},
             "--vllm_mode server: a server is another process, and has no call that reads weights",
         ),
-        ({"vllm_tensor_parallel_size": 2}, "--vllm_tensor_parallel_size 2: only engines of one GPU are read back"),
         ({"vllm_enable_lora": True}, "--vllm_enable_lora True: only whole weights are read back"),
     ],
 )
 def test_a_job_whose_syncs_cannot_be_proved_is_refused_on_one_line(given: dict[str, Any], complaint: str) -> None:
-    fits = {"vllm_mode": "colocate", "vllm_tensor_parallel_size": 1, "vllm_enable_lora": False}
+    fits = {"vllm_mode": "colocate", "vllm_enable_lora": False}
     check_proof(SimpleNamespace(**fits), every=0)
     with pytest.raises(ConfigError) as error:
         check_proof(SimpleNamespace(**fits | given), every=0)

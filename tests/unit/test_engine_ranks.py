@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -13,7 +15,7 @@ from rl_safe_workers.rollout.sync_proof import HeldWeights
 from tests.slow_digest import slow_digest
 
 LAYER = "model.layers.0"
-HEAD_DIM, KV_HEADS, VOCABULARY = 4, 2, 70
+HEAD_DIM, KV_HEADS, VOCABULARY, EXPERTS = 4, 2, 70, 3
 SHAPES = {
     "model.embed_tokens.weight": (VOCABULARY, 16),
     f"{LAYER}.self_attn.q_proj.weight": (8 * HEAD_DIM, 16),
@@ -23,11 +25,12 @@ SHAPES = {
     f"{LAYER}.self_attn.k_proj.bias": (KV_HEADS * HEAD_DIM,),
     f"{LAYER}.self_attn.v_proj.bias": (KV_HEADS * HEAD_DIM,),
     f"{LAYER}.self_attn.o_proj.weight": (16, 8 * HEAD_DIM),
-    f"{LAYER}.mlp.gate.weight": (2, 16),
-    **{f"{LAYER}.mlp.experts.{one}.{part}_proj.weight": (24, 16) for one in range(2) for part in ("gate", "up")},
-    **{f"{LAYER}.mlp.experts.{one}.down_proj.weight": (16, 24) for one in range(2)},
+    f"{LAYER}.mlp.gate.weight": (EXPERTS, 16),
+    **{f"{LAYER}.mlp.experts.{one}.{part}_proj.weight": (24, 16) for one in range(EXPERTS) for part in ("gate", "up")},
+    **{f"{LAYER}.mlp.experts.{one}.down_proj.weight": (16, 24) for one in range(EXPERTS)},
     "model.norm.weight": (16,),
 }
+SPECS = [WeightSpec(name=name, dtype="float32", shape=shape) for name, shape in SHAPES.items()]
 Weights = dict[str, torch.Tensor]
 
 
@@ -36,28 +39,38 @@ def weights() -> Weights:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def parameters(held: Weights, rank: int, size: int) -> Weights:
+def parameters(held: Weights, rank: int, size: int, *, expert_parallel: bool = False) -> Weights:
     """Returns the parameters of a rank, by this test's own knowledge of vLLM."""
+    expert_size = 1 if expert_parallel else size
 
     def rows(name: str, parts: int = size) -> torch.Tensor:
-        return held[f"{LAYER}.{name}"].chunk(parts)[rank * parts // size]
+        return held[f"{LAYER}.{name}"].chunk(parts)[rank % parts if parts == 1 else rank * parts // size]
 
     def qkv(leaf: str) -> torch.Tensor:
         kv = min(size, KV_HEADS)
         return torch.cat([rows(f"self_attn.{part}_proj.{leaf}", kv if part != "q" else size) for part in "qkv"])
 
     padded = torch.cat([held["model.embed_tokens.weight"], torch.zeros(128 - VOCABULARY, 16)])
-    experts = [f"mlp.experts.{one}" for one in range(2)]
-    joined = [torch.cat([rows(f"{one}.gate_proj.weight"), rows(f"{one}.up_proj.weight")]) for one in experts]
-    last = [held[f"{LAYER}.{one}.down_proj.weight"].chunk(size, dim=1)[rank] for one in experts]
+    mine = [*range(EXPERTS)]
+    if expert_parallel:
+        mine = {1: [mine], 2: [[0, 1], [2]], 4: [[0], [1], [2], []]}[size][rank]
+    parts = [f"mlp.experts.{one}" for one in mine]
+    joined = [torch.empty(0, 48 // expert_size, 16)]
+    joined += [
+        torch.cat([rows(f"{one}.{part}_proj.weight", expert_size) for part in ("gate", "up")])[None] for one in parts
+    ]
+    last = [torch.empty(0, 16, 24 // expert_size)]
+    last += [
+        held[f"{LAYER}.{one}.down_proj.weight"].chunk(expert_size, dim=1)[rank % expert_size][None] for one in parts
+    ]
     return {
         "model.embed_tokens.weight": padded.chunk(size)[rank],
         f"{LAYER}.self_attn.qkv_proj.weight": qkv("weight"),
         f"{LAYER}.self_attn.qkv_proj.bias": qkv("bias"),
         f"{LAYER}.self_attn.o_proj.weight": held[f"{LAYER}.self_attn.o_proj.weight"].chunk(size, dim=1)[rank],
         f"{LAYER}.mlp.gate.weight": held[f"{LAYER}.mlp.gate.weight"],
-        f"{LAYER}.mlp.experts.routed_experts.w13_weight": torch.stack(joined),
-        f"{LAYER}.mlp.experts.routed_experts.w2_weight": torch.stack(last),
+        f"{LAYER}.mlp.experts.routed_experts.w13_weight": torch.cat(joined),
+        f"{LAYER}.mlp.experts.routed_experts.w2_weight": torch.cat(last),
         "model.norm.weight": held["model.norm.weight"],
     }
 
@@ -75,26 +88,32 @@ def model_of(held: Weights) -> nn.Module:
     return root
 
 
-def read(models: list[nn.Module]) -> HeldWeights:
-    specs = [WeightSpec(name=name, dtype="float32", shape=shape) for name, shape in SHAPES.items()]
+def read(models: list[nn.Module], *, expert_parallel: bool = False) -> HeldWeights:
     return HeldWeights.of_engine(
         [
-            ReadBack(model, specs, EngineRank(rank=rank, size=len(models), kv_heads=KV_HEADS)).finish()
-            for rank, model in enumerate(models)
+            ReadBack(model, SPECS, rank).finish()
+            for rank, model in zip(ranks_of(len(models), expert_parallel=expert_parallel), models, strict=True)
         ]
     )
 
 
-def models_of(held: Weights, size: int) -> list[nn.Module]:
-    return [model_of(parameters(held, rank, size)) for rank in range(size)]
+def ranks_of(size: int, *, expert_parallel: bool) -> list[EngineRank]:
+    return [
+        EngineRank(rank=rank, size=size, kv_heads=KV_HEADS, expert_parallel=expert_parallel) for rank in range(size)
+    ]
+
+
+def models_of(held: Weights, size: int, *, expert_parallel: bool = False) -> list[nn.Module]:
+    return [model_of(parameters(held, rank, size, expert_parallel=expert_parallel)) for rank in range(size)]
 
 
 SENT = {name: slow_digest(tensor) for name, tensor in weights().items()}
 
 
+@pytest.mark.parametrize("expert_parallel", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_all_weights_of_an_engine_are_proved(size: int) -> None:
-    held = read(models_of(weights(), size))
+def test_all_weights_of_an_engine_are_proved(size: int, expert_parallel: bool) -> None:
+    held = read(models_of(weights(), size, expert_parallel=expert_parallel), expert_parallel=expert_parallel)
     assert held.differences(SENT) == []
     assert held.unread == ()
     assert {name for name, _ in held.digests} == set(SHAPES)
@@ -112,6 +131,50 @@ def test_a_wrong_element_on_the_last_rank_is_found(name: str, size: int) -> None
     found = read(models).differences(SENT)
     assert len(found) == 1
     assert found[0].startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", sorted(name for name in SHAPES if ".experts." in name))
+def test_a_wrong_element_of_an_expert_is_found_on_the_rank_that_holds_it(name: str, size: int) -> None:
+    wrong = weights()
+    wrong[name].view(-1)[-1] += 1
+    found = read(models_of(wrong, size, expert_parallel=True), expert_parallel=True).differences(SENT)
+    assert [text.partition(":")[0] for text in found] == [name]
+
+
+def test_experts_of_two_ranks_in_each_others_place_are_found() -> None:
+    models = models_of(weights(), 4, expert_parallel=True)
+    for name in ("w13_weight", "w2_weight"):
+        first, second = (model.get_submodule(f"{LAYER}.mlp.experts.routed_experts") for model in models[:2])
+        one, other = getattr(first, name), getattr(second, name)
+        setattr(first, name, other)
+        setattr(second, name, one)
+    found = read(models, expert_parallel=True).differences(SENT)
+    assert {text.partition(":")[0] for text in found} == {
+        f"{LAYER}.mlp.experts.{one}.{part}_proj.weight" for one in range(2) for part in ("gate", "up", "down")
+    }
+
+
+def test_an_expert_that_no_rank_holds_is_found() -> None:
+    models = models_of(weights(), 2, expert_parallel=True)
+    layer = models[1].get_submodule(f"{LAYER}.mlp.experts.routed_experts")
+    layer.w2_weight = nn.Parameter(torch.empty(0, 16, 24))
+    held = read(models, expert_parallel=True)
+    assert held.unread == (f"{LAYER}.mlp.experts.2.down_proj.weight",)
+
+
+def test_answers_of_workers_that_have_come_as_json_are_joined() -> None:
+    told = [
+        ReadBack(model, SPECS, rank).finish().as_dict()
+        for rank, model in zip(ranks_of(2, expert_parallel=False), models_of(weights(), 2), strict=True)
+    ]
+    held = HeldWeights.of_workers(json.loads(json.dumps(told)))
+    assert held is not None
+    assert held.differences(SENT) == []
+    assert HeldWeights.of_workers([None, None]) is None
+    half = HeldWeights.of_workers([told[0], None])
+    assert half is not None
+    assert half.differences(SENT)[0] == "no weights have come in this sync"
 
 
 def test_cuts_of_two_ranks_in_each_others_place_are_found() -> None:

@@ -124,11 +124,28 @@ def test_a_sync_without_weights_has_no_digests() -> None:
     assert found.sent().digests == {}
 
 
+def parallel(**more: Any) -> SimpleNamespace:
+    """Returns vLLM's configuration of the ranks of an engine with two tensor-parallel ranks."""
+    plain = {"world_size": 2, "tensor_parallel_size": 2, "data_parallel_size": 1, "enable_expert_parallel": False}
+    return SimpleNamespace(**{**plain, "enable_eplb": False, "expert_placement_strategy": "linear", **more})
+
+
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
         ({}, None),
-        ({"parallel_config": SimpleNamespace(world_size=2)}, "it has more than one GPU"),
+        ({"parallel_config": parallel()}, None),
+        ({"parallel_config": parallel(enable_expert_parallel=True)}, None),
+        ({"parallel_config": parallel(world_size=4)}, "it has pipeline or data parallelism"),
+        ({"parallel_config": parallel(data_parallel_size=2)}, "it has pipeline or data parallelism"),
+        (
+            {"parallel_config": parallel(enable_expert_parallel=True, enable_eplb=True)},
+            "its experts are not in order on its ranks",
+        ),
+        (
+            {"parallel_config": parallel(enable_expert_parallel=True, expert_placement_strategy="round_robin")},
+            "its experts are not in order on its ranks",
+        ),
         ({"quant_config": object()}, "its weights are quantised"),
         ({"lora_config": object()}, "it is sent LoRA adapters"),
         ({"model_config": SimpleNamespace(is_multimodal_model=True)}, "its model is multimodal"),
@@ -136,7 +153,7 @@ def test_a_sync_without_weights_has_no_digests() -> None:
 )
 def test_an_engine_that_cannot_be_read_back_says_why(changed: dict[str, Any], reason: str | None) -> None:
     plain = {
-        "parallel_config": SimpleNamespace(world_size=1),
+        "parallel_config": parallel(world_size=1, tensor_parallel_size=1),
         "quant_config": None,
         "lora_config": None,
         "model_config": SimpleNamespace(is_multimodal_model=False),

@@ -220,9 +220,8 @@ PROVED = [
             [*PROVED, f"{ROLLOUT}.checkpoint_engine.backend=nccl"],
             "backend=nccl: only syncs to engines on the trainers'",
         ),
-        ([*PROVED, f"{ROLLOUT}.tensor_model_parallel_size=2"], "tensor_model_parallel_size=2: only engines of one GPU"),
-        ([*PROVED, f"{ROLLOUT}.data_parallel_size=2"], "data_parallel_size=2: only engines of one GPU are read back"),
-        ([*PROVED, f"{ROLLOUT}.pipeline_model_parallel_size=2"], "pipeline_model_parallel_size=2: only engines of one"),
+        ([*PROVED, f"{ROLLOUT}.data_parallel_size=2"], "data_parallel_size=2: an engine's ranks must be tensor-para"),
+        ([*PROVED, f"{ROLLOUT}.pipeline_model_parallel_size=2"], "pipeline_model_parallel_size=2: an engine's ranks"),
         ([*PROVED, f"{ROLLOUT}.quantization=fp8"], "quantization=fp8: only engines that are not quantised are read"),
         ([*PROVED, "actor_rollout_ref.model.lora_rank=8"], "with LoRA adapters: only whole weights are read back"),
         ([*PROVED, "actor_rollout_ref.model.lora.rank=8"], "with LoRA adapters: only whole weights are read back; set"),
@@ -234,10 +233,15 @@ def test_bad_input_is_refused_on_the_driver(overrides, message) -> None:
 
 
 @pytest.mark.parametrize(
-    "merged", [[], ["actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora.merge=true"]]
+    "more",
+    [
+        [],
+        ["actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora.merge=true"],
+        [f"{ROLLOUT}.tensor_model_parallel_size=4", f"{ROLLOUT}.expert_parallel_size=4"],
+    ],
 )
-def test_syncs_of_whole_weights_to_engines_of_one_gpu_are_proved(merged) -> None:
-    settings = check_run(composed(*PROVED, *merged))
+def test_syncs_of_whole_weights_to_tensor_parallel_engines_are_proved(more) -> None:
+    settings = check_run(composed(*PROVED, *more))
     assert settings is not None
     assert settings.prove_sync_freq == 1
 

@@ -21,14 +21,12 @@ class ProvedGenerationWorkerImpl(VllmGenerationWorkerImpl):
         super()._create_engine({**llm_kwargs, "worker_extension_cls": EXTENSION})
 
     def rl_safe_prove(self) -> str | None:
-        """Calls `ProvedWorker.rl_safe_prove` on vLLM's worker, and returns its answer."""
-        reason: str | None = self.llm.collective_rpc("rl_safe_prove")[0]
-        return reason
+        """Calls `ProvedWorker.rl_safe_prove` on vLLM's workers. Returns the first reason, if any."""
+        return next(filter(None, self.llm.collective_rpc("rl_safe_prove")), None)
 
     def rl_safe_held(self) -> HeldWeights | None:
         """Returns the weights that the engine holds after the last refit; None if no weights were received."""
-        held = self.llm.collective_rpc("rl_safe_held")[0]
-        return None if held is None else HeldWeights(**held)
+        return HeldWeights.of_workers(self.llm.collective_rpc("rl_safe_held"))
 
 
 class ProvedAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
@@ -38,14 +36,12 @@ class ProvedAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
         super()._create_engine({**llm_kwargs, "worker_extension_cls": EXTENSION})
 
     async def rl_safe_prove(self) -> str | None:
-        """Calls `ProvedWorker.rl_safe_prove` on vLLM's worker, and returns its answer."""
-        reason: str | None = (await self.llm.collective_rpc("rl_safe_prove"))[0]
-        return reason
+        """Calls `ProvedWorker.rl_safe_prove` on vLLM's workers. Returns the first reason, if any."""
+        return next(filter(None, await self.llm.collective_rpc("rl_safe_prove")), None)
 
     async def rl_safe_held(self) -> HeldWeights | None:
         """Returns the weights that the engine holds after the last refit; None if no weights were received."""
-        held = (await self.llm.collective_rpc("rl_safe_held"))[0]
-        return None if held is None else HeldWeights(**held)
+        return HeldWeights.of_workers(await self.llm.collective_rpc("rl_safe_held"))
 
 
 # NeMo RL's profiler settings use these names.

@@ -17,14 +17,12 @@ WORKERS = {
 """NeMo RL's generation workers, each with our worker that reads weights back."""
 BUILDER_MODULE, BUILDER = f"{_HOST}.vllm_generation", "RayWorkerBuilder"
 """The module and the name in which NeMo RL looks up the builder that makes a generation worker from its name."""
-_ONE_GPU = "only engines of one GPU are read back"
+_TENSOR_PARALLEL = "an engine's ranks must be tensor-parallel to be read back"
 _NOT_QUANTISED = "only engines that are not quantised are read back"
 _PROVED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("backend", lambda value: value == "vllm", "only vLLM's engines are read back"),
     ("refit_transport", lambda value: value is None, "only NeMo RL's default transports are proved"),
-    ("vllm_cfg.tensor_parallel_size", lambda value: value == 1, _ONE_GPU),
-    ("vllm_cfg.pipeline_parallel_size", lambda value: value == 1, _ONE_GPU),
-    ("vllm_cfg.expert_parallel_size", lambda value: value in (None, 1), _ONE_GPU),
+    ("vllm_cfg.pipeline_parallel_size", lambda value: value == 1, _TENSOR_PARALLEL),
     ("vllm_cfg.precision", lambda value: value != "fp8", _NOT_QUANTISED),
     ("vllm_cfg.kv_cache_dtype", lambda value: not str(value).startswith("fp8"), "its scales are sent as weights"),
     ("quant_cfg", lambda value: value is None, _NOT_QUANTISED),
@@ -47,10 +45,17 @@ def check_generation(generation: Mapping[str, Any] | None, *, every: int) -> Non
         for part in key.split("."):
             value = (value or {}).get(part)
         if not fits(value):
-            raise ConfigError(
-                f"{NODE}.prove_sync_freq={every} with policy.generation.{key}={value}: {reason}; set "
-                f"{NODE}.prove_sync_freq=-1"
-            )
+            raise _refused(key, value, reason, every)
+    parallel = (generation or {}).get("vllm_cfg") or {}
+    experts = parallel.get("expert_parallel_size") or 1
+    if experts > parallel.get("tensor_parallel_size", 1):  # NeMo RL then makes vLLM data-parallel
+        raise _refused("vllm_cfg.expert_parallel_size", experts, _TENSOR_PARALLEL, every)
+
+
+def _refused(key: str, value: object, reason: str, every: int) -> ConfigError:
+    return ConfigError(
+        f"{NODE}.prove_sync_freq={every} with policy.generation.{key}={value}: {reason}; set {NODE}.prove_sync_freq=-1"
+    )
 
 
 def proving_builder(builder: Callable[..., Any]) -> Callable[..., Any]:

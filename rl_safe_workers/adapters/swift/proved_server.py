@@ -32,15 +32,13 @@ class ProvedServer(VllmServer):
             return super().launch_server(**settings)
 
     def rl_safe_prove(self) -> str | None:
-        """Calls `ProvedWorker.rl_safe_prove` on the engine's worker, and returns its answer."""
-        reason: str | None = self._asked("rl_safe_prove")
-        return reason
+        """Calls `ProvedWorker.rl_safe_prove` on the engine's workers. Returns the first reason, if any."""
+        return next(filter(None, self._asked("rl_safe_prove")), None)
 
     def rl_safe_held(self) -> HeldWeights | None:
         """Returns the weights that the engine holds after the last sync; None if no weights were received."""
-        held = self._asked("rl_safe_held")
-        return None if held is None else HeldWeights(**held)
+        return HeldWeights.of_workers(self._asked("rl_safe_held"))
 
     def _asked(self, method: str) -> Any:
-        """Returns the answer of the engine's first worker."""
-        return self._engine._run_in_loop(self._engine.engine.collective_rpc(method))[0]
+        """Returns the answers of the engine's workers, by rank."""
+        return self._engine._run_in_loop(self._engine.engine.collective_rpc(method))

@@ -10,6 +10,7 @@ from typing import Any
 from rl_safe_workers.adapters.patches import replaced
 from rl_safe_workers.adapters.swift.job import SwiftJob
 from rl_safe_workers.adapters.swift.swift_settings import VARIABLE
+from rl_safe_workers.comms.json_gather import gather_json
 from rl_safe_workers.errors import ConfigError, WeightSyncError, in_short
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import trainer_id
@@ -26,7 +27,6 @@ _PROVED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda value: value == "colocate",
         "a server is another process, and has no call that reads weights back",
     ),
-    ("vllm_tensor_parallel_size", lambda value: value == 1, "only engines of one GPU are read back"),
     ("vllm_enable_lora", lambda value: not value, "only whole weights are read back"),
 )
 """Arguments of ms-swift's, a test for the values with which syncs can be proved, and the reason."""
@@ -53,7 +53,11 @@ def _refused(why: str) -> ConfigError:
 
 
 class EngineReader(ProvedWorker):
-    """Reads weights back from an engine in this process."""
+    """Reads weights back from an engine in this process, or from this process's rank of a tensor-parallel engine.
+
+    Attributes:
+        size: Number of the engine's ranks.
+    """
 
     def __init__(self, engine: Any) -> None:
         """Reads nothing yet.
@@ -64,12 +68,16 @@ class EngineReader(ProvedWorker):
         Raises:
             ConfigError: If the engine's weights cannot be read back; says why.
         """
-        self.model_runner = SimpleNamespace(model=engine.inner_model, vllm_config=engine.engine.vllm_config)
+        config = engine.engine.vllm_config
+        self.model_runner = SimpleNamespace(model=engine.inner_model, vllm_config=config)
+        self.size = config.parallel_config.tensor_parallel_size
         if (obstacle := self.rl_safe_prove()) is not None:
             raise _refused(f"weight syncs cannot be proved: {obstacle}")
 
     def received(self, bridge: Any, job: SwiftJob, send: Callable[[], object]) -> HeldWeights:
         """Sends weights as ms-swift does, and returns the weights that the engine then holds.
+
+        Collective over: the engine's ranks, through vLLM's own group.
 
         Args:
             bridge: The trainer's bridge, which exports the weights to send.
@@ -79,8 +87,14 @@ class EngineReader(ProvedWorker):
         self.rl_safe_prove()
         with self._rl_safe_proving(), replaced(bridge, "export_weights", exporting(job, self._rl_safe_watch)):
             send()
-        held = self.rl_safe_held()
-        return NOTHING_CAME if held is None else HeldWeights(**held)
+        return HeldWeights.of_workers(self._of_all_ranks(self.rl_safe_held())) or NOTHING_CAME
+
+    def _of_all_ranks(self, held: dict[str, Any] | None) -> Sequence[dict[str, Any] | None]:
+        if self.size == 1:
+            return [held]
+        from vllm.distributed import get_tp_group
+
+        return gather_json(held, group=get_tp_group().cpu_group)
 
 
 def exporting(
@@ -167,7 +181,8 @@ class ColocatedSyncs:
         if rank == _FIRST:
             self._job.prove_sync()
         held = self._reader.received(bridge, self._job, send)
-        return SyncProof(sent=[self._sent()], held=[held], engines=[rank])
+        # All ranks of an engine find the same, and name its first one.
+        return SyncProof(sent=[self._sent()], held=[held], engines=[rank - rank % self._reader.size])
 
     def _sent(self) -> SentWeights:
         """Returns the digests that rank `_FIRST` has taken. Collective over: the training world, through the store."""
@@ -185,7 +200,7 @@ class ColocatedSyncs:
         """
         told = self._settle("sync proof", wrong, lambda reports: [one for one in enumerate(reports) if one[1]])
         self._wrong = [rank for rank, _ in told]
-        return in_short([one for _, one in told], shown=SHOWN)
+        return in_short([*dict.fromkeys(one for _, one in told)], shown=SHOWN)
 
     def _settle(self, name: str, report: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
         trainer = self._job.trainer

@@ -21,16 +21,15 @@ from rl_safe_workers.adapters.verl.settings import (
 from rl_safe_workers.errors import ConfigError
 
 MEGATRON_ENGINE = "verl.workers.config.McoreEngineConfig"
-_ONE_GPU = "only engines of one GPU are read back"
+_TENSOR_PARALLEL = "an engine's ranks must be tensor-parallel to be read back"
 _ON_TRAINERS_GPUS = "only syncs to engines on the trainers' GPUs are proved"
 _PROVED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("trainer.v1.trainer_mode", ("sync", "colocate_async"), _ON_TRAINERS_GPUS),
     ("actor_rollout_ref.rollout.name", ("vllm",), "only vLLM's engines are read back"),
     ("actor_rollout_ref.rollout.checkpoint_engine.backend", ("naive",), _ON_TRAINERS_GPUS),
-    ("actor_rollout_ref.rollout.tensor_model_parallel_size", (1,), _ONE_GPU),
-    ("actor_rollout_ref.rollout.data_parallel_size", (1,), _ONE_GPU),
-    ("actor_rollout_ref.rollout.pipeline_model_parallel_size", (1,), _ONE_GPU),
-    ("actor_rollout_ref.rollout.disaggregation.enabled", (False,), _ONE_GPU),
+    ("actor_rollout_ref.rollout.data_parallel_size", (1,), _TENSOR_PARALLEL),
+    ("actor_rollout_ref.rollout.pipeline_model_parallel_size", (1,), _TENSOR_PARALLEL),
+    ("actor_rollout_ref.rollout.disaggregation.enabled", (False,), _TENSOR_PARALLEL),
     ("actor_rollout_ref.rollout.quantization", (), "only engines that are not quantised are read back"),
 )
 """Keys of verl's configuration, the values with which syncs can be proved, and the reason for the limit."""

@@ -51,14 +51,12 @@ class ProvedServer(vLLMHttpServer):
         return f"{ProvedWorkerExtension.__module__}.{ProvedWorkerExtension.__qualname__}"
 
     async def rl_safe_prove(self) -> str | None:
-        """Calls `ProvedWorkerExtension.rl_safe_prove` on the engine's worker, and returns its answer."""
-        reason: str | None = (await self.engine.collective_rpc("rl_safe_prove"))[0]
-        return reason
+        """Calls `ProvedWorkerExtension.rl_safe_prove` on the engine's workers. Returns the first reason, if any."""
+        return next(filter(None, await self.engine.collective_rpc("rl_safe_prove")), None)
 
     async def rl_safe_held(self) -> HeldWeights | None:
         """Returns the weights that the engine holds after the last sync; None if no weights were received."""
-        held = (await self.engine.collective_rpc("rl_safe_held"))[0]
-        return None if held is None else HeldWeights(**held)
+        return HeldWeights.of_workers(await self.engine.collective_rpc("rl_safe_held"))
 
 
 class ProvedReplica(vLLMReplica):
