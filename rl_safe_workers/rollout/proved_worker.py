@@ -1,4 +1,4 @@
-"""Adds to a host's vLLM worker a check that reads weights back after a sync. Imports no vLLM by itself."""
+"""Adds to a host's vLLM worker a check that reads weights back after a sync. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ class ProvedWorker:
     """Mixin for a host's extension of a vLLM worker. List it before the host's class among the bases."""
 
     model_runner: Any
+    rank: int
+    """vLLM's worker sets both."""
     _rl_safe_is_due = False
     """True if the next sync is to be proved."""
     _rl_safe_read_back: ReadBack | None = None
@@ -49,6 +51,6 @@ class ProvedWorker:
             specs: All weights of the sync.
         """
         if self._rl_safe_is_due:
-            rank = engine_rank(self.model_runner.vllm_config)
+            rank = engine_rank(self.model_runner.vllm_config, self.rank)
             self._rl_safe_read_back = ReadBack(self.model_runner.model, specs, rank)
             self._rl_safe_read_back.watch()

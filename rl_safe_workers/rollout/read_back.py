@@ -41,19 +41,18 @@ def obstacle(vllm_config: Any) -> str | None:
     return None
 
 
-def engine_rank(vllm_config: Any) -> EngineRank:
-    """Returns the rank of an engine that this process is.
+def engine_rank(vllm_config: Any, rank: int) -> EngineRank:
+    """Returns the rank of an engine that a vLLM worker is. The engine must not have an `obstacle`.
 
     Args:
         vllm_config: vLLM's ``VllmConfig`` of the engine.
+        rank: The worker's rank in vLLM's world, in which an engine's ranks are consecutive.
     """
     layout = vllm_config.parallel_config
     if layout.tensor_parallel_size == 1:
         return ONLY_RANK
-    from vllm.distributed import get_tensor_model_parallel_rank
-
     return EngineRank(
-        rank=get_tensor_model_parallel_rank(),
+        rank=rank % layout.tensor_parallel_size,
         size=layout.tensor_parallel_size,
         kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
         expert_parallel=layout.enable_expert_parallel,

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none, set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -201,7 +202,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             self._load(*arriving)
 
     def _engine_rank(self, kv_heads: int) -> EngineRank:
-        rank = engine_rank(self.vllm_config)
+        rank = engine_rank(self.vllm_config, get_tensor_model_parallel_rank())
         if rank.size > 1 and rank.kv_heads != kv_heads:
             raise WeightSyncError(
                 f"vLLM cuts weights by {rank.kv_heads} key-value heads, and the trainers by {kv_heads}"

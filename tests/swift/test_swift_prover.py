@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,6 +111,8 @@ def config(**more: Any) -> SimpleNamespace:
 class Rank(HostedTrainer):
     """One rank, its engine and ms-swift's trainer."""
 
+    group: Any = None
+
     def __init__(
         self,
         control: Any,
@@ -130,10 +131,11 @@ class Rank(HostedTrainer):
             state=SimpleNamespace(iteration=3),
             unwrapped_models=[torch.nn.Module()],
             _metrics={"train": defaultdict(list)},
+            vllm_tp_group=self.group,
         )
         of_engine = config(parallel_config=layout)
         engine = SimpleNamespace(inner_model=self.model, engine=SimpleNamespace(vllm_config=of_engine))
-        self.reader, self.syncs = EngineReader(engine), ColocatedSyncs(self)  # type: ignore[arg-type]
+        self.reader, self.syncs = EngineReader(engine, rank=rank), ColocatedSyncs(self)  # type: ignore[arg-type]
         self.syncs.add_engine(engine)
 
     def sync(self) -> WeightSyncError | None:
@@ -193,7 +195,7 @@ class _Group:
     """vLLM's group of an engine's two ranks, which are threads."""
 
     def __init__(self) -> None:
-        self.cpu_group, self._met, self._values = self, threading.Barrier(2, timeout=20), [None, None]
+        self._met, self._values = threading.Barrier(2, timeout=20), [None, None]
 
     def gather(self, value: Any, *, group: _Group) -> list[Any]:
         assert group is self
@@ -207,10 +209,7 @@ class _Group:
 @pytest.fixture
 def _an_engine_of_both_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     group = _Group()
-    names = {"get_tp_group": lambda: group, "get_tensor_model_parallel_rank": RANK.get}
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    monkeypatch.setitem(sys.modules, "vllm.distributed", module := ModuleType("vllm.distributed"))
-    vars(module).update(names)
+    monkeypatch.setattr(Rank, "group", group)
     monkeypatch.setattr(proved_syncs, "gather_json", group.gather)
 
 
@@ -241,7 +240,7 @@ def test_a_rank_that_exports_other_weights_than_the_first_one_is_found() -> None
 def test_an_engine_that_takes_no_weights_is_found() -> None:
     ranks, _ = synced(weights(), weights())
     rank = ranks[0]
-    held = rank.reader.received(rank.host.bridge, rank, lambda: None)  # type: ignore[arg-type]
+    held = rank.reader.received(rank.host, rank, lambda: None)  # type: ignore[arg-type]
     assert held.differences({NAME: 1})[0] == "no weights have come in this sync"
 
 
@@ -274,7 +273,7 @@ def test_a_job_whose_syncs_cannot_be_proved_is_refused_on_one_line(given: dict[s
 def test_an_engine_that_cannot_be_read_back_is_refused_when_it_is_there() -> None:
     quantised = SimpleNamespace(inner_model=Model(), engine=SimpleNamespace(vllm_config=config(quant_config="fp8")))
     with pytest.raises(ConfigError, match="cannot be proved: its weights are quantised; set RL_SAFE_SWIFT"):
-        EngineReader(quantised)
+        EngineReader(quantised, rank=0)
 
 
 class Engine:

@@ -22,7 +22,8 @@ NO_ROOM = Failure("there is no room")
 
 def sync(training_rank: int, failed: dict[int, Failure]) -> WeightSync:
     """A sync whose trainers report these failures."""
-    rank: Any = SimpleNamespace(training_rank=training_rank, failed_ranks=lambda phase, failure: failed)
+    told = {"failed_ranks": lambda phase, failure: failed, "device": torch.device("cpu")}
+    rank: Any = SimpleNamespace(training_rank=training_rank, **told)
     made = WeightSync(rank, SimpleNamespace())  # type: ignore[arg-type]
     made._digests = SentDigests()
     return made
@@ -55,7 +56,7 @@ def test_a_gpu_that_fails_at_the_end_of_a_sync_is_a_failure_that_the_ranks_agree
     one._outgoing = Outgoing(
         specs=(), mine=frozenset(), is_collective=False, weights=lambda adjacent: iter(()), in_place=lambda adjacent: ()
     )
-    monkeypatch.setattr(WeightSync, "_await_exchanged", fail)
+    monkeypatch.setattr(WeightSync, "_await_side_streams", fail)
     failure = one._send([], frozenset(), [torch.empty(0)], None)
     # The first failure stays: this rank has not joined.
     assert failure == Failure("has not joined the joint group")

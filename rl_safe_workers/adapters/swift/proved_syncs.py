@@ -59,42 +59,38 @@ class EngineReader(ProvedWorker):
         size: Number of the engine's ranks.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, *, rank: int) -> None:
         """Reads nothing yet.
 
         Args:
             engine: ms-swift's ``GRPOVllmEngine``.
+            rank: This training rank. ms-swift gives each engine consecutive ones.
 
         Raises:
             ConfigError: If the engine's weights cannot be read back; says why.
         """
         config = engine.engine.vllm_config
         self.model_runner = SimpleNamespace(model=engine.inner_model, vllm_config=config)
-        self.size = config.parallel_config.tensor_parallel_size
+        self.rank, self.size = rank, config.parallel_config.tensor_parallel_size
         if (obstacle := self.rl_safe_prove()) is not None:
             raise _refused(f"weight syncs cannot be proved: {obstacle}")
 
-    def received(self, bridge: Any, job: SwiftJob, send: Callable[[], object]) -> HeldWeights:
+    def received(self, trainer: Any, job: SwiftJob, send: Callable[[], object]) -> HeldWeights:
         """Sends weights as ms-swift does, and returns the weights that the engine then holds.
 
-        Collective over: the engine's ranks, through vLLM's own group.
+        Collective over: the engine's ranks, through vLLM's group of them.
 
         Args:
-            bridge: The trainer's bridge, which exports the weights to send.
+            trainer: ms-swift's trainer. Its bridge exports the weights to send. It also has vLLM's group.
             job: The job of this rank. It takes digests of the sent weights meanwhile, if it has ``digests``.
             send: ms-swift's own sync.
         """
         self.rl_safe_prove()
-        with self._rl_safe_proving(), replaced(bridge, "export_weights", exporting(job, self._rl_safe_watch)):
+        with self._rl_safe_proving(), replaced(trainer.bridge, "export_weights", exporting(job, self._rl_safe_watch)):
             send()
-        return HeldWeights.of_workers(self._of_all_ranks(self.rl_safe_held())) or NOTHING_CAME
-
-    def _of_all_ranks(self, held: dict[str, Any] | None) -> Sequence[dict[str, Any] | None]:
-        if self.size == 1:
-            return [held]
-        from vllm.distributed import get_tp_group
-
-        return gather_json(held, group=get_tp_group().cpu_group)
+        held = self.rl_safe_held()
+        answers = [held] if self.size == 1 else gather_json(held, group=trainer.vllm_tp_group)
+        return HeldWeights.of_workers(answers) or NOTHING_CAME
 
 
 def exporting(
@@ -144,7 +140,7 @@ class ColocatedSyncs:
             ConfigError: As `EngineReader`.
         """
         if self._job.settings.prove_sync_freq >= 0:
-            self._reader = EngineReader(engine)
+            self._reader = EngineReader(engine, rank=self._job.trainer.training_rank)
 
     def sync(self, trainer: Any, send: Callable[[], object]) -> None:
         """Sends weights as ms-swift does. Sends them again if an engine holds other weights than were sent.
@@ -160,7 +156,7 @@ class ColocatedSyncs:
         """
         try:
             proved = self._syncs.do(
-                functools.partial(self._once, trainer.bridge, send),
+                functools.partial(self._once, trainer, send),
                 what=f"the weight sync of step {trainer.state.iteration + 1}",
                 agree=self._agree,
             )
@@ -172,7 +168,7 @@ class ColocatedSyncs:
             for name, value in proved.metrics.items():
                 trainer._metrics[mode][name].append(value)
 
-    def _once(self, bridge: Any, send: Callable[[], object], prove: bool) -> SyncProof | None:
+    def _once(self, trainer: Any, send: Callable[[], object], prove: bool) -> SyncProof | None:
         if not prove:
             send()
             return None
@@ -180,7 +176,7 @@ class ColocatedSyncs:
         rank = self._job.trainer.training_rank
         if rank == _FIRST:
             self._job.prove_sync()
-        held = self._reader.received(bridge, self._job, send)
+        held = self._reader.received(trainer, self._job, send)
         # All ranks of an engine find the same, and name its first one.
         return SyncProof(sent=[self._sent()], held=[held], engines=[rank - rank % self._reader.size])
 

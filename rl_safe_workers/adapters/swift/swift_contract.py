@@ -278,6 +278,12 @@ PROOF_TEXTS: tuple[HostText, ...] = (
         why="weights are read back from it",
     ),
     HostText(
+        file=_ROLLOUT,
+        within="MegatronRolloutMixin",
+        text="self.vllm_tp_group = vllm_ps.get_tp_group().device_group",
+        why="the ranks of an engine exchange digests over it",
+    ),
+    HostText(
         file=_GRPO,
         within="MegatronGRPOTrainer",
         text="self._metrics = {'train'",
