@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate, chain
+from operator import or_
 from typing import NamedTuple
 
 import numpy as np
@@ -53,7 +55,7 @@ def digests_of(
     """
     device, first = tensors[0].device, 0
     found: list[torch.Tensor] = []
-    for batch in _batches(tensors, _sizes_of(tensors, sizes)):
+    for batch in _batches(tensors, sizes):
         end = first + len(batch.addresses)
         found.append(Table(batch, None if spans is None else spans[first:end], device).digests())
         first = end
@@ -70,14 +72,24 @@ def table_of(
         spans: As for `digests_of`.
         sizes: As for `digests_of`.
     """
-    all_sizes = _sizes_of(tensors, sizes)
-    if any(map(_must_be_copied, tensors, all_sizes)):
+    batch = _in_place(tensors, sizes)
+    return None if batch is None else Table(batch, spans, tensors[0].device)
+
+
+def _in_place(tensors: Sequence[torch.Tensor], sizes: Sizes | None) -> _Batch | None:
+    """Returns the memory of all tensors, or of their parts; None if one of them must be copied.
+
+    The loops are C's, because a model has thousands of weights.
+    """
+    starts = [*map(torch.Tensor.data_ptr, tensors)]
+    lengths = [tensor.nbytes for tensor in tensors] if sizes is None else [*chain.from_iterable(sizes)]
+    if functools.reduce(or_, chain(starts, lengths)) % WORD_BYTES or not all(map(torch.Tensor.is_contiguous, tensors)):
         return None
-    return Table(next(_batches(tensors, all_sizes)), spans, tensors[0].device)
-
-
-def _sizes_of(tensors: Sequence[torch.Tensor], sizes: Sizes | None) -> Sizes:
-    return [(tensor.nbytes,) for tensor in tensors] if sizes is None else sizes
+    if sizes is not None:
+        starts = [
+            at for start, parts in zip(starts, sizes, strict=True) for at in accumulate(parts[:-1], initial=start)
+        ]
+    return _Batch(starts, lengths, [])
 
 
 def _must_be_copied(tensor: torch.Tensor, parts: Sequence[int]) -> bool:
@@ -87,11 +99,13 @@ def _must_be_copied(tensor: torch.Tensor, parts: Sequence[int]) -> bool:
     )
 
 
-def _batches(tensors: Sequence[torch.Tensor], sizes: Sizes) -> Iterator[_Batch]:
-    """Yields the parts of tensors of each launch. The loop is short, because a model has thousands of weights."""
+def _batches(tensors: Sequence[torch.Tensor], sizes: Sizes | None) -> Iterator[_Batch]:
+    """Yields the parts of tensors of each launch."""
+    if (whole := _in_place(tensors, sizes)) is not None:
+        yield whole
+        return
     batch, copied_bytes = _Batch([], [], []), 0
-    for tensor, parts in zip(tensors, sizes, strict=True):
-        address = tensor.data_ptr()
+    for tensor, parts in zip(tensors, sizes or [(tensor.nbytes,) for tensor in tensors], strict=True):
         if _must_be_copied(tensor, parts):
             copies = [words_of(part) for part in parts_of(tensor, parts)]
             batch.copies.extend(copies)
@@ -99,10 +113,8 @@ def _batches(tensors: Sequence[torch.Tensor], sizes: Sizes) -> Iterator[_Batch]:
             batch.sizes.extend(copy.nbytes for copy in copies)
             copied_bytes += sum(copy.nbytes for copy in copies)
         else:
-            for size in parts:
-                batch.addresses.append(address)
-                batch.sizes.append(size)
-                address += size
+            batch.addresses.extend(accumulate(parts[:-1], initial=tensor.data_ptr()))
+            batch.sizes.extend(parts)
         if copied_bytes >= _COPIED_BYTES:
             yield batch
             batch, copied_bytes = _Batch([], [], []), 0
