@@ -291,7 +291,7 @@ class RolloutConfig(Section):
     ``auto`` (where both share GPUs) or ``always``."""
     enable_rollout_routing_replay: bool = False
     """Make the trainers send each token to the experts that the rollout chose; for MoE models on GPUs."""
-    update_weights_bucket_megabytes: int = Field(256, ge=1, le=2**20)
+    update_weights_bucket_megabytes: int = Field(512, ge=1, le=2**20)
     """Largest size in MiB of a bucket of weights in a weight sync. A larger weight is sent alone. A rank needs room for
     two buckets. A trainer needs room for one more if it shares its GPU with a rollout rank, and for another one if it
     is on a GPU and an engine has several ranks."""
