@@ -28,7 +28,7 @@ EXPERTS = {
     "w2_weight": (("down_proj",), ("w2",)),
 }
 """Tensors with one matrix per expert. Each matrix holds the rows of these HF layers, in this order, in two namings."""
-_ROWS_CUT = frozenset({"qkv_proj", "q_b_proj", "kv_b_proj", "gate_up_proj", "w13_weight"})
+_ROWS_CUT = frozenset({"qkv_proj", "q_proj", "q_b_proj", "kv_b_proj", "gate_up_proj", "w13_weight"})
 _COLUMNS_CUT = frozenset({"o_proj", "down_proj", "w2_weight"})
 """Layers and expert tensors that a tensor-parallel engine cuts: ``_ROWS_CUT`` by rows, ``_COLUMNS_CUT`` by columns.
 A layer that is cut by columns has a whole bias."""

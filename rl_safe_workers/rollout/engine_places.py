@@ -2,6 +2,7 @@
 
 The rules are data here. They are not learned from the model's loaders, because the check must find a loader that puts a
 weight in the wrong place. A rank of a tensor-parallel engine holds a cut of each large weight, and the whole of others.
+With expert parallelism it holds some experts whole.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ class Place:
     """First row of the weight in the parameter, or in the expert's matrix."""
     cut: Cut | None = None
     """None: the parameter holds the whole weight."""
+    rows: int | None = None
+    """Rows that the parameter, or the expert's matrix, must have for the rule to fit; None: at least those of the
+    weight."""
 
     @cached_property
     def span(self) -> Span | None:
@@ -76,6 +80,8 @@ class Place:
                 return None
             parameter = parameter.select(0, self.expert)
         held = parameter.shape
+        if self.rows is not None and held[:1] != (self.rows,):
+            return None
         if len(held) != len(shape) or held[1:] != shape[1:] or (shape and held[0] < self.start + shape[0]):
             return None
         if held != shape:
@@ -108,10 +114,11 @@ class EnginePlaces:
         unplaced: list[str] = []
         faults: dict[str, None] = {}
         for spec in by_name.values():
-            parameter, expert, before = _rule(spec.name, parameters)
+            parameter, expert, names = _rule(spec.name, parameters)
+            before = names[: names.index(spec.name)]
             missing = [name for name in before if name not in by_name]
             faults |= dict.fromkeys(f"{name}: not sent, and {parameter} holds it" for name in missing)
-            if parameter is None or missing:
+            if parameter is None or missing or _is_cut_unknown(rank, spec.name, parameter):
                 unplaced.append(spec.name)
                 continue
             places.append(
@@ -121,6 +128,7 @@ class EnginePlaces:
                     expert=expert,
                     start=sum(_rows(rank, parameter, by_name[name]) for name in before),
                     cut=rank.cut(spec.name, _held_by(parameter), spec.shape),
+                    rows=_all_rows(rank, parameter, [by_name.get(name) for name in names]),
                 )
             )
         if _HEAD in parameters and _HEAD not in by_name and (embedding := by_name.get(_EMBEDDING)) is not None:
@@ -170,6 +178,28 @@ def _with_held_experts(places: Sequence[Place], rank: EngineRank) -> Iterator[Pl
             yield replace(place, expert=expert)
 
 
+def _is_cut_unknown(rank: EngineRank, name: str, parameter: str) -> bool:
+    """Returns True if a weight is sent as the joined layer. A cut of it is not a range of its rows."""
+    return rank.size > 1 and name == parameter and _held_by(parameter) in JOINED
+
+
+def _all_rows(rank: EngineRank, parameter: str, specs: Sequence[WeightSpec | None]) -> int | None:
+    """Returns the rows of a parameter, or of an expert's matrix, on a rank of several; None if more may be there.
+
+    A rank may have other rows than the rules say: vLLM pads experts for some kernels, gives layers different numbers of
+    key-value heads, and cuts some layers otherwise for decode context parallelism. Such a parameter cannot be read.
+
+    Args:
+        rank: The rank.
+        parameter: Name of the parameter.
+        specs: The weights that it holds; None for one that is not sent.
+    """
+    sent = [spec for spec in specs if spec is not None and spec.shape]
+    if rank.size == 1 or parameter in _PADDED or len(sent) < len(specs):
+        return None
+    return sum(_rows(rank, parameter, spec) for spec in sent)
+
+
 def _rows(rank: EngineRank, parameter: str, spec: WeightSpec) -> int:
     cut = rank.cut(spec.name, _held_by(parameter), spec.shape)
     return spec.shape[0] if cut is None or cut.axis else cut.length
@@ -186,19 +216,19 @@ def _layer(name: str) -> str:
 
 
 def _rule(name: str, parameters: Collection[str]) -> tuple[str | None, int | None, list[str]]:
-    """Returns the parameter that holds a weight, the expert's index, and the weights whose rows come first."""
+    """Returns the parameter that holds a weight, the expert's index, and all weights that it holds, in their order."""
     if match := EXPERT.fullmatch(name):
         layer, expert, part = match["layer"], int(match["expert"]), match["part"]
         for tensor, namings in EXPERTS.items():
             for parts in namings:
                 if part in parts:
                     names = (form.format(layer, tensor) for form in _EXPERTS_LAYERS)
-                    before = [f"{layer}.{expert}.{other}.weight" for other in parts[: parts.index(part)]]
-                    return next((one for one in names if one in parameters), None), expert, before
+                    held = [f"{layer}.{expert}.{one}.weight" for one in parts]
+                    return next((one for one in names if one in parameters), None), expert, held
     module, _, leaf = name.rpartition(".")
     layer, _, part = module.rpartition(".")
     whole = JOINED_OF.get(part)
     if whole is not None and f"{layer}.{whole}.{leaf}" in parameters:
         parts = JOINED[whole]
-        return f"{layer}.{whole}.{leaf}", None, [f"{layer}.{one}.{leaf}" for one in parts[: parts.index(part)]]
-    return name if name in parameters else None, None, []
+        return f"{layer}.{whole}.{leaf}", None, [f"{layer}.{one}.{leaf}" for one in parts]
+    return name if name in parameters else None, None, [name]

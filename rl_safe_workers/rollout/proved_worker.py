@@ -16,7 +16,7 @@ class ProvedWorker:
 
     model_runner: Any
     rank: int
-    """vLLM's worker sets both."""
+    """vLLM's worker sets this and `model_runner`."""
     _rl_safe_is_due = False
     """True if the next sync is to be proved."""
     _rl_safe_read_back: ReadBack | None = None

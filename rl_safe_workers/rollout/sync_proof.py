@@ -164,8 +164,8 @@ class SyncProof:
 
     @property
     def proved(self) -> int:
-        """Number of digests that were compared, over all engines."""
-        return sum(len(held.digests) for held in self.held)
+        """Number of weights whose digests were compared, over all engines."""
+        return sum(len({name for name, _ in held.digests}) for held in self.held)
 
     @property
     def not_proved(self) -> int:
@@ -178,7 +178,7 @@ class SyncProof:
         return max(one.seconds for one in self.sent) + max(held.seconds for held in self.held)
 
     def __str__(self) -> str:
-        """Returns the number of proved digests in words, and names one weight that is not proved."""
+        """Returns the number of proved weights in words, and names one weight that is not proved."""
         unread = [name for held in self.held for name in held.unread]
         converted = sum(held.converted for held in self.held)
         before = f", {converted} of them before vLLM converted them for its kernels" if converted else ""

@@ -29,7 +29,7 @@ from rl_safe_workers.adapters.swift.swift_settings import VARIABLE, SwiftTimeout
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.control.seal import new_secret
-from rl_safe_workers.errors import ConfigError, WeightSyncError
+from rl_safe_workers.errors import ConfigError, PhaseTimeoutError, ResourceError, RlSafeError, WeightSyncError
 from rl_safe_workers.ranks import trainer_id, trainer_ids
 from rl_safe_workers.rollout.sync_proof import HeldWeights, SentWeights
 
@@ -138,10 +138,13 @@ class Rank(HostedTrainer):
         self.reader, self.syncs = EngineReader(engine, rank=rank), ColocatedSyncs(self)  # type: ignore[arg-type]
         self.syncs.add_engine(engine)
 
-    def sync(self) -> WeightSyncError | None:
+    def wait_for_all(self) -> None:
+        self._trainer.control.barrier("sync", self._trainer.deadline)
+
+    def sync(self) -> RlSafeError | None:
         try:
             self.syncs.sync(self.host, lambda: self.model.load_weights(self.host.bridge.export_weights()))
-        except WeightSyncError as error:
+        except RlSafeError as error:
             return error
         return None
 
@@ -218,7 +221,7 @@ def test_the_ranks_of_an_engine_prove_together_what_they_hold() -> None:
     sent = {CUT: torch.arange(32.0).view(4, 8), **weights()}
     ranks, errors = synced(sent, sent, layout=TWO_GPUS)
     assert errors == [None, None]
-    assert [rank.host._metrics["train"]["rl_safe/sync_proved"] for rank in ranks] == [[5.0], [5.0]]
+    assert [rank.host._metrics["train"]["rl_safe/sync_proved"] for rank in ranks] == [[3.0], [3.0]]
     assert [rank.host.bridge.exports for rank in ranks] == [1, 1]
 
 
@@ -229,6 +232,25 @@ def test_a_cut_that_one_rank_of_an_engine_has_wrong_twice_is_told_once() -> None
     wrong = WRONG.replace(NAME, CUT)
     for error in errors:
         assert re.search(f"twice: rollout rank 0: {wrong}$", str(error))
+
+
+@pytest.mark.usefixtures("_an_engine_of_both_ranks")
+def test_a_rank_of_an_engine_that_fails_in_its_sync_is_named_by_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the other rank does not wait in vLLM's group, which cannot name it."""
+
+    def load(model: CutModel, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        if RANK.get() == 1:
+            raise ResourceError("out of memory")
+        load_weights(model, weights)
+
+    load_weights = CutModel.load_weights
+    monkeypatch.setattr(CutModel, "load_weights", load)
+    monkeypatch.setattr(f"{__name__}.PATIENCE", timedelta(seconds=3))
+    sent = {CUT: torch.arange(32.0).view(4, 8), **weights()}
+    _, (waited, failed) = synced(sent, sent, layout=TWO_GPUS)
+    assert str(failed) == "out of memory"
+    assert isinstance(waited, PhaseTimeoutError)
+    assert list(waited.missing) == [trainer_id(1)]
 
 
 def test_a_rank_that_exports_other_weights_than_the_first_one_is_found() -> None:

@@ -44,7 +44,7 @@ def parameters(held: Weights, rank: int, size: int, *, expert_parallel: bool = F
     expert_size = 1 if expert_parallel else size
 
     def rows(name: str, parts: int = size) -> torch.Tensor:
-        return held[f"{LAYER}.{name}"].chunk(parts)[rank % parts if parts == 1 else rank * parts // size]
+        return held[f"{LAYER}.{name}"].chunk(parts)[rank * parts // size]
 
     def qkv(leaf: str) -> torch.Tensor:
         kv = min(size, KV_HEADS)
@@ -161,6 +161,59 @@ def test_an_expert_that_no_rank_holds_is_found() -> None:
     layer.w2_weight = nn.Parameter(torch.empty(0, 16, 24))
     held = read(models, expert_parallel=True)
     assert held.unread == (f"{LAYER}.mlp.experts.2.down_proj.weight",)
+
+
+def changed(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    module, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(module), leaf, nn.Parameter(tensor))
+
+
+def test_experts_that_vllm_pads_on_each_rank_are_told_as_not_proved() -> None:
+    """vLLM does so for FlashInfer's TRT-LLM kernels: `up_proj` then begins at the padded half."""
+    models, experts = models_of(weights(), 2), f"{LAYER}.mlp.experts.routed_experts"
+    for model in models:
+        first = model.get_parameter(f"{experts}.w13_weight").detach()
+        halves = [nn.functional.pad(half, (0, 0, 0, 4)) for half in first.chunk(2, dim=1)]
+        changed(model, f"{experts}.w13_weight", torch.cat(halves, dim=1))
+        last = model.get_parameter(f"{experts}.w2_weight").detach()
+        changed(model, f"{experts}.w2_weight", nn.functional.pad(last, (0, 4)))
+    held = read(models)
+    assert held.differences(SENT) == []
+    assert set(held.unread) == {name for name in SHAPES if ".experts." in name}
+
+
+def test_a_layer_with_other_key_value_heads_than_the_model_is_told_as_not_proved() -> None:
+    models, name = models_of(weights(), 4), f"{LAYER}.self_attn.qkv_proj.weight"
+    for rank, model in enumerate(models):
+        q, k, v = (weights()[f"{LAYER}.self_attn.{part}_proj.weight"].chunk(4)[rank] for part in "qkv")
+        changed(model, name, torch.cat([q, k, v]))
+    held = read(models)
+    assert held.differences(SENT) == []
+    assert set(held.unread) == {f"{LAYER}.self_attn.{part}_proj.weight" for part in "qkv"}
+
+
+def test_a_weight_that_is_sent_as_the_joined_layer_is_told_as_not_proved() -> None:
+    spec = WeightSpec(name=f"{LAYER}.mlp.gate_up_proj.weight", dtype="float32", shape=(8, 4))
+    model = model_of({spec.name: torch.zeros(4, 4)})
+    held = ReadBack(model, [spec], EngineRank(rank=0, size=2)).finish()
+    assert (held.unread, held.faults) == ((spec.name,), ())
+    whole = ReadBack(model_of({spec.name: torch.ones(8, 4)}), [spec]).finish()
+    assert whole.differences({spec.name: slow_digest(torch.ones(8, 4))}) == []
+
+
+def test_a_query_projection_of_its_own_is_cut_by_rows() -> None:
+    """As in DeepSeek-V2-Lite, whose latent attention has no low-rank queries."""
+    spec = WeightSpec(name=f"{LAYER}.self_attn.q_proj.weight", dtype="float32", shape=(8, 4))
+    whole = torch.arange(32.0).view(8, 4)
+    ranks = ranks_of(2, expert_parallel=False)
+    held = HeldWeights.of_engine(
+        [
+            ReadBack(model_of({spec.name: part}), [spec], rank).finish()
+            for rank, part in zip(ranks, whole.chunk(2), strict=True)
+        ]
+    )
+    assert held.differences({spec.name: slow_digest(whole)}) == []
+    assert held.unread == ()
 
 
 def test_answers_of_workers_that_have_come_as_json_are_joined() -> None:

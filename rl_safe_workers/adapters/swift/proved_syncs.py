@@ -78,7 +78,7 @@ class EngineReader(ProvedWorker):
     def received(self, trainer: Any, job: SwiftJob, send: Callable[[], object]) -> HeldWeights:
         """Sends weights as ms-swift does, and returns the weights that the engine then holds.
 
-        Collective over: the engine's ranks, through vLLM's group of them.
+        Collective over: the training world, if engines have several ranks.
 
         Args:
             trainer: ms-swift's trainer. Its bridge exports the weights to send. It also has vLLM's group.
@@ -89,6 +89,9 @@ class EngineReader(ProvedWorker):
         with self._rl_safe_proving(), replaced(trainer.bridge, "export_weights", exporting(job, self._rl_safe_watch)):
             send()
         held = self.rl_safe_held()
+        if self.size > 1:
+            # A rank that has failed does not come. This wait names it, and the group of vLLM would wait in silence.
+            job.wait_for_all()
         answers = [held] if self.size == 1 else gather_json(held, group=trainer.vllm_tp_group)
         return HeldWeights.of_workers(answers) or NOTHING_CAME
 
@@ -161,7 +164,8 @@ class ColocatedSyncs:
                 agree=self._agree,
             )
         except WeightSyncError as error:
-            error.culprit = trainer_id(self._wrong[0])
+            if self._wrong:  # else ms-swift's own sync has failed
+                error.culprit = trainer_id(self._wrong[0])
             raise
         if proved is not None:
             mode = "train" if trainer.unwrapped_models[0].training else "eval"
