@@ -122,9 +122,10 @@ class Rank(HostedTrainer):
         flips: int = 0,
         every: int = 1,
         layout: SimpleNamespace = ONE_GPU,
+        patience: timedelta = PATIENCE,
     ) -> None:
         self.settings = job_settings({VARIABLE: f'{{"prove_sync_freq": {every}}}'})
-        self._trainer: Any = SimpleNamespace(training_rank=rank, control=control, deadline=Deadline.after(PATIENCE))
+        self._trainer: Any = SimpleNamespace(training_rank=rank, control=control, deadline=Deadline.after(patience))
         self.model = (Model if layout is ONE_GPU else CutModel)(flips)
         self.host = SimpleNamespace(
             bridge=Bridge(sent),
@@ -150,7 +151,10 @@ class Rank(HostedTrainer):
 
 
 def synced(
-    *sent: dict[str, torch.Tensor], flips: tuple[int, ...] = (0, 0), layout: SimpleNamespace = ONE_GPU
+    *sent: dict[str, torch.Tensor],
+    flips: tuple[int, ...] = (0, 0),
+    layout: SimpleNamespace = ONE_GPU,
+    patience: timedelta = PATIENCE,
 ) -> tuple[list[Rank], list[Any]]:
     """Both ranks after a sync, and the error of each."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
@@ -160,7 +164,7 @@ def synced(
         store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
         control = ControlPlane(store, world="training world", rank=rank, members=trainer_ids(range(2)), secret=secret)
         RANK.set(rank)
-        made = Rank(control, rank, sent[rank], flips=flips[rank], layout=layout)
+        made = Rank(control, rank, sent[rank], flips=flips[rank], layout=layout, patience=patience)
         return made, made.sync()
 
     with ThreadPoolExecutor() as pool:
@@ -245,9 +249,8 @@ def test_a_rank_of_an_engine_that_fails_in_its_sync_is_named_by_the_other(monkey
 
     load_weights = CutModel.load_weights
     monkeypatch.setattr(CutModel, "load_weights", load)
-    monkeypatch.setattr(f"{__name__}.PATIENCE", timedelta(seconds=3))
     sent = {CUT: torch.arange(32.0).view(4, 8), **weights()}
-    _, (waited, failed) = synced(sent, sent, layout=TWO_GPUS)
+    _, (waited, failed) = synced(sent, sent, layout=TWO_GPUS, patience=timedelta(seconds=3))
     assert str(failed) == "out of memory"
     assert isinstance(waited, PhaseTimeoutError)
     assert list(waited.missing) == [trainer_id(1)]
