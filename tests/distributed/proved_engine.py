@@ -36,6 +36,17 @@ Where = Literal["before packing", "on the wire", "after the loader"]
 Corrupt = Callable[[Weights, Weights], Weights]
 """Function from the new weights and those of the step before to the weights that arrive in the place of some."""
 LAYER = "model.layers.0."
+SMALL_ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "block_size": 32,
+    "kv_cache_memory_bytes": 2**26,
+    "gpu_memory_utilization": 0.05,
+    "max_model_len": 64,
+    "disable_log_stats": True,
+}
+"""vLLM's options for an engine that only receives weights, on CPU."""
 EMBEDDING, HEAD, QUERY_BIAS = "model.embed_tokens.weight", "lm_head.weight", f"{LAYER}self_attn.q_proj.bias"
 OUT, DOWN = f"{LAYER}self_attn.o_proj.weight", f"{LAYER}mlp.experts.0.down_proj.weight"
 
@@ -274,16 +285,9 @@ def in_engine(path: Path, work: Callable[[Any, Weights], Any]) -> Any:
     torch.compiler.set_stance("force_eager")
     llm = LLM(
         model=str(path),
-        dtype="float32",
-        skip_tokenizer_init=True,
         load_format="safetensors",
-        enforce_eager=True,
-        block_size=32,
-        kv_cache_memory_bytes=2**26,
-        gpu_memory_utilization=0.05,
-        max_model_len=64,
         weight_transfer_config={"backend": vllm_transfer.BACKEND},
-        disable_log_stats=True,
+        **SMALL_ENGINE,
     )
     weights = load_file(path / "model.safetensors")
     (result,) = llm.collective_rpc(lambda worker: work(worker, weights))

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from rl_safe_workers.rollout.packing import spec_of
 from rl_safe_workers.rollout.proved_worker import ProvedWorker
 from rl_safe_workers.rollout.sync_proof import HeldWeights
+from tests.distributed.proved_engine import SMALL_ENGINE
 
 SIZE = 2
 LAST = SIZE - 1
@@ -49,18 +50,11 @@ def held_by_ranks(rank: int, path: Path, wrong: list[str], options: Mapping[str,
 
     llm = LLM(
         model=str(path),
-        dtype="float32",
-        skip_tokenizer_init=True,
         load_format="dummy",
-        enforce_eager=True,
-        block_size=32,
-        kv_cache_memory_bytes=2**26,
-        gpu_memory_utilization=0.05,
-        max_model_len=64,
         tensor_parallel_size=SIZE,
         distributed_executor_backend="mp",
         worker_extension_cls=f"{ReadingWorker.__module__}.{ReadingWorker.__qualname__}",
-        disable_log_stats=True,
+        **SMALL_ENGINE,
         **options,
     )
     found = []

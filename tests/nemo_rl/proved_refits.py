@@ -31,7 +31,7 @@ from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlSettings
 from rl_safe_workers.adapters.nemo_rl.policy_process import PolicyProcess
 from rl_safe_workers.adapters.sync_prover import SyncProver
 from rl_safe_workers.errors import WeightSyncError
-from tests.distributed.proved_engine import Weights, stepped
+from tests.distributed.proved_engine import SMALL_ENGINE, Weights, stepped
 from tests.nemo_rl.source import SOURCE, host_code
 
 REFIT_FILE = "nemo_rl/algorithms/grpo.py"
@@ -203,16 +203,9 @@ def made(path: Path, extension: str) -> tuple[Policy, Generation]:
     engine.cfg = {"vllm_cfg": {"async_engine": False}}
     engine._create_engine(
         {
+            **SMALL_ENGINE,
             "model": str(path),
-            "dtype": "float32",
-            "skip_tokenizer_init": True,
             "load_format": "dummy",
-            "enforce_eager": True,
-            "block_size": 32,
-            "kv_cache_memory_bytes": 2**26,
-            "gpu_memory_utilization": 0.05,
-            "max_model_len": 64,
-            "disable_log_stats": True,
             "worker_extension_cls": f"{stock.__module__}.{stock.__name__}",
         }
     )
