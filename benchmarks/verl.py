@@ -59,7 +59,6 @@ MBRIDGE = "RL_SAFE_BENCH_MBRIDGE_SITE"
 STEPS, LEFT_OUT = (8, 3) if ON_CPU else (20, 3)
 PAIRS, PAIRS_LEFT_OUT = (60, 4) if ON_CPU else (30, 4)
 """Number of pairs of a step with phases and a bare step, and number of first pairs that do not count."""
-PROVED = "ours, proved:"
 _ENGINES: Mapping[str, Sequence[str]] = {
     "engines of one GPU": (),
     "a tensor-parallel engine": ("actor_rollout_ref.rollout.tensor_model_parallel_size=2",),
@@ -373,12 +372,12 @@ def proofs(jobs: Jobs) -> list[Row]:
     """Runs eight steps with each kind of vLLM engine, and proves every other weight sync."""
     few = ["trainer.total_training_steps=8", "trainer.save_freq=-1", "actor_rollout_ref.rl_safe.prove_sync_freq=2"]
     wanted = [
-        Wanted(name=f"{PROVED} {engine}", who=OURS, overrides=[*few, *overrides], variables=UNCOMPILED)
+        Wanted(name=engine, who=OURS, overrides=[*few, *overrides], variables=UNCOMPILED)
         for engine, overrides in _ENGINES.items()
     ]
     done = jobs.run(wanted)
     rows = _exit_rows(jobs, wanted, done)
-    for name, job in done.items():
+    for engine, job in done.items():
         of_steps = [metrics for _, metrics in sorted(metrics_of(job.output()).items())]
         of_steps = [of_step for of_step in of_steps[2:] if "timing_s/update_weights" in of_step]
         proved, plain = (
@@ -387,7 +386,6 @@ def proofs(jobs: Jobs) -> list[Row]:
         if not (proved and plain):
             continue
         seconds = [median(one["timing_s/update_weights"] for one in each) for each in (proved, plain)]
-        engine = name.removeprefix(f"{PROVED} ")
         rows += [
             row(f"{engine}: weights not proved, syncs redone", "",
                 max(one["rl_safe/sync_not_proved"] + one["rl_safe/sync_redone"] for one in proved), at_most(0)),

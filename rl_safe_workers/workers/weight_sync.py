@@ -272,7 +272,7 @@ class WeightSync(Part):
             return
         assert self._outgoing is not None, "send_weights has checked this"
         work = dist.broadcast(buffer, group_src=source, group=dist.group.WORLD, async_op=True)
-        waits_here = self._outgoing.is_collective or self.joint_group is None or self.rank.device.type != "cuda"
+        waits_here = self._outgoing.is_collective or self.joint_group is None
         with nullcontext() if waits_here else self._beside_packing("exchange"):
             work.wait()
             yield

@@ -26,8 +26,6 @@ CLEAN = ""
 class ReadingWorker(ProvedWorker):
     """Our part of vLLM's worker."""
 
-    rank: int
-
     def receive(self, path: str, wrong: str) -> None:
         """Loads the weights of a folder. The last rank gets another value of one weight, or of none if it is empty."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload

@@ -155,7 +155,7 @@ def test_experts_of_two_ranks_in_each_others_place_are_found() -> None:
     }
 
 
-def test_an_expert_that_no_rank_holds_is_found() -> None:
+def test_an_expert_that_no_rank_holds_is_told_as_not_proved() -> None:
     models = models_of(weights(), 2, expert_parallel=True)
     layer = models[1].get_submodule(f"{LAYER}.mlp.experts.routed_experts")
     layer.w2_weight = nn.Parameter(torch.empty(0, 16, 24))
