@@ -34,6 +34,8 @@ folder to all users (mode 0777), so it is inside a folder that only the run's us
 the path of a socket has at most 107 bytes."""
 _RUN_FILE_BYTES = 1024
 _STAT_BYTES = 4096
+_EXEC_S = 0.05
+"""The kernel shows an empty environment for some milliseconds while a process starts a program (execve)."""
 
 
 def run_processes(run_id: str, node: str | None = None) -> list[psutil.Process]:
@@ -45,20 +47,24 @@ def run_processes(run_id: str, node: str | None = None) -> list[psutil.Process]:
         run_id: Id of the run, its mark.
         node: Ray's id of a node. Keeps only processes that also carry this mark; None keeps all on this machine.
     """
-    found, user = [], os.geteuid()
+    found, starting, user = [], [], os.geteuid()
     for process in psutil.process_iter():
-        try:
+        with suppress(psutil.Error):  # the process has ended, or belongs to another user
             # Root can read the environment of every user, and another user may have set any value.
-            if (
-                process.pid != os.getpid()
-                and process.uids().effective == user
-                and env.belongs_to_run(process.environ(), run_id, node)
-                and not (process.ppid() == os.getpid() and _is_resource_tracker(process))
-            ):
+            if process.pid == os.getpid() or process.uids().effective != user:
+                continue
+            environ = process.environ()
+            if env.belongs_to_run(environ, run_id, node):
                 found.append(process)
-        except psutil.Error:
-            continue  # the process has ended, or belongs to another user
-    return [process for process in found if is_alive(process)]
+            elif not environ and process.exe():
+                starting.append(process)
+    if starting:
+        time.sleep(_EXEC_S)
+    for process in starting:
+        with suppress(psutil.Error):
+            if env.belongs_to_run(process.environ(), run_id, node):
+                found.append(process)
+    return [process for process in found if is_alive(process) and not _is_own_resource_tracker(process)]
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -240,6 +246,13 @@ def _kill(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Proc
 def _is_resource_tracker(process: psutil.Process) -> bool:
     try:
         return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:  # it has ended
+        return False
+
+
+def _is_own_resource_tracker(process: psutil.Process) -> bool:
+    try:
+        return process.ppid() == os.getpid() and _is_resource_tracker(process)
     except psutil.Error:  # it has ended
         return False
 

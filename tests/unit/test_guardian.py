@@ -191,6 +191,21 @@ def test_the_end_of_one_rank_is_that_of_its_children_and_of_nobody_else(run_id: 
             process.wait()
 
 
+def test_a_process_that_starts_its_program_is_found(
+    run_id: str, actor: psutil.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel then shows no environment for some milliseconds."""
+    shown: list[dict[str, str]] = [{}]
+    read = psutil.Process.environ
+
+    def environ(process: psutil.Process) -> dict[str, str]:
+        return shown.pop() if process == actor and shown else read(process)
+
+    monkeypatch.setattr(psutil.Process, "environ", environ)
+    assert run_processes(run_id) == [actor]
+    assert shown == []
+
+
 @pytest.mark.parametrize("ends", ["rank", "run"])
 def test_a_killed_process_leaves_no_named_semaphore(run_id: str, ends: str) -> None:
     """multiprocessing makes one for each lock of a process that it spawns. Its resource tracker removes them."""
