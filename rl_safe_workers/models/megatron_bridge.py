@@ -21,11 +21,16 @@ import megatron.core.extensions.transformer_engine  # noqa: F401 (before the pla
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.utils import unwrap_model
 from transformers import PretrainedConfig
 
 from rl_safe_workers.errors import ModelError, first_line
+from rl_safe_workers.models.conversion_tasks import own_weights_of_tasks
 from rl_safe_workers.models.family_settings import family_settings
 from rl_safe_workers.models.local_spec import LOCAL_LAYER_SETTINGS, BiasedRowParallelLinear, decoder_block_spec
+from rl_safe_workers.models.own_weights import OwnWeight
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -167,8 +172,20 @@ class MegatronBridge:
         """Yields every HF weight, unsharded, on every rank. Collective over: the training world, at each item."""
         yield from self._auto_bridge.export_hf_weights(list(models), cpu=False, show_progress=False)
 
-    def own_weights(self, models: Sequence[torch.nn.Module]) -> None:
-        """Returns None, because the library always gathers every weight on every rank."""
+    @torch.no_grad()
+    def own_weights(self, models: Sequence[torch.nn.Module]) -> list[OwnWeight] | None:
+        """Returns the HF weights that this rank's tensor-parallel group can build; None if no such ranks have them all.
+
+        Collective over: the training world. It exports all weights once.
+        """
+        announced = {name: (weight.shape, weight.dtype) for name, weight in self.export_weights(models)}
+        chunks = [unwrap_model(model) for model in models]
+        tasks = filter(None, self._auto_bridge.get_conversion_tasks(chunks))
+        own = own_weights_of_tasks(self._auto_bridge, chunks, tasks, announced)
+        if isinstance(own, str):
+            logger.info("a weight sync gathers every weight on every training rank: %s", own)
+            return None
+        return own
 
 
 def why_no_mapping(hf_config: PretrainedConfig) -> str:

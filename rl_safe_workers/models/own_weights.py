@@ -27,7 +27,7 @@ class OwnWeight:
     """Sort key for the order of sending: pipeline stage, chunk, and position of the first parameter of its kind."""
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...]
     is_split: bool
     """True if building them is collective, because tensor parallelism splits the parameter."""
     is_source: bool
@@ -86,21 +86,26 @@ def own_weights(
             kind, _, index = shard.name.rpartition(".weight")
             name = f"{kind}.weight{int(index) + mpu.ep_rank * (num_experts // mpu.ep_size)}"
         first = kinds.setdefault((shard.chunk, kind), position)
-        if _replica(is_expert=is_expert) > 0:
+        if not is_first_replica(is_expert=is_expert):
             continue
         place = (mpu.pp_rank, shard.chunk, first)
         tensor = tensors[shard.chunk][shard.local_name]
-        found.append(_own_weight(place, name, tensor, shard, mpu, convert, is_expert=is_expert))
+        found.append(_of_shard(place, name, tensor, shard, mpu, convert, is_expert=is_expert))
     return found
 
 
-def _replica(*, is_expert: bool) -> int:
+def is_first_replica(*, is_expert: bool) -> bool:
+    """Returns True if this rank has the first of the data-parallel replicas of its parameters.
+
+    Args:
+        is_expert: True for the parameters of experts, which have replicas of their own.
+    """
     if is_expert:
-        return int(parallel_state.get_expert_data_parallel_rank())
-    return int(parallel_state.get_data_parallel_rank(with_context_parallel=True))
+        return int(parallel_state.get_expert_data_parallel_rank()) == 0
+    return int(parallel_state.get_data_parallel_rank(with_context_parallel=True)) == 0
 
 
-def _own_weight(
+def _of_shard(
     place: tuple[int, ...],
     name: str,
     parameter: torch.Tensor,
@@ -114,20 +119,45 @@ def _own_weight(
         (mpu.etp_group, mpu.etp_size, mpu.etp_rank) if is_expert else (mpu.tp_group, mpu.tp_size, mpu.tp_rank)
     )
     parts = size if is_expert or shard.tensor_model_parallel else 1
+    return own_weight(
+        place,
+        parameter,
+        lambda: convert(name, gather(parameter.detach(), group, parts), shard),
+        is_split=parts > 1,
+        is_source=rank == 0,
+    )
 
-    def converted() -> Sequence[torch.Tensor]:
-        return convert(name, gather(parameter.detach(), group, parts), shard)[1]
 
-    hf_names, weights = convert(name, gather(parameter.detach(), group, parts), shard)
+def own_weight(
+    place: tuple[int, ...],
+    parameter: torch.Tensor,
+    convert: Callable[[], tuple[Sequence[str], Sequence[torch.Tensor]]],
+    *,
+    is_split: bool,
+    is_source: bool,
+) -> OwnWeight:
+    """Describes the HF weights that are built from one parameter. Builds them once.
+
+    Collective over: the tensor or expert-tensor group, if ``is_split``.
+
+    Args:
+        place: As `OwnWeight.place`.
+        parameter: The parameter.
+        convert: Returns the HF names and weights for the parameter's current values. Weights in the parameter's own
+            memory are converted only now. Later they are read where they are.
+        is_split: As `OwnWeight.is_split`.
+        is_source: As `OwnWeight.is_source`.
+    """
+    names, weights = convert()
     views = _views(weights, parameter.detach())
     return OwnWeight(
         place=place,
-        names=tuple(hf_names),
+        names=tuple(names),
         shapes=tuple(tuple(weight.shape) for weight in weights),
-        dtype=shard.dtype,
-        is_split=parts > 1,
-        is_source=rank == 0,
-        make=converted if views is None else lambda: [view.of(parameter.detach()) for view in views],
+        dtypes=tuple(weight.dtype for weight in weights),
+        is_split=is_split and views is None,
+        is_source=is_source,
+        make=(lambda: convert()[1]) if views is None else lambda: [view.of(parameter.detach()) for view in views],
         parameter=parameter if _is_all_of(parameter, weights) else None,
     )
 

@@ -136,10 +136,10 @@ class Outgoing:
             WeightSyncError: If two ranks would send the same weight.
         """
         mine = [
-            (weight.place, training_rank, number, name, shape, dtype_name(weight.dtype))
+            (weight.place, training_rank, number, name, shape, dtype_name(dtype))
             for number, weight in enumerate(own)
             if weight.is_source
-            for name, shape in zip(weight.names, weight.shapes, strict=True)
+            for name, shape, dtype in zip(weight.names, weight.shapes, weight.dtypes, strict=True)
         ]
         is_split = any(weight.is_split for weight in own)
         everyone = gather_json((mine, is_split), group=dist.group.WORLD)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from rl_safe_workers.rollout.packing import adjacent_in, dtype_name
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.workers.outgoing import Outgoing
 from rl_safe_workers.worlds.address import StoreAddress
+from tests.distributed.families import LIBRARIES
 from tests.distributed.worker import Worker, run_config
 from tests.unpacking import unpack
 
@@ -83,6 +84,7 @@ class Seen:
 
 def _worker(rank: int, address: StoreAddress, models: Path, layout: Layout) -> Worker:
     config = run_config(models / layout.model, tp=layout.tp, pp=layout.pp, ep=layout.ep, vpp=layout.stages)
+    config.model.bridge = LIBRARIES[0]
     config.megatron.expert_tensor_parallel_size = layout.etp
     worker = Worker(config, rank=rank, size=SIZE)
     worker.start(address)

@@ -61,10 +61,25 @@ def _rank(rank: int, kind: str, addresses: dict[Case, StoreAddress], model: Path
         seen[f"{library}-{kind}-{layout}"] = {
             "logprobs": None if logprobs is None else (parallel_state.get_data_parallel_rank(), logprobs),
             "updated": updated if rank == 0 else None,
+            "own": _own(made),
             "grad_norm": metrics["grad_norm"],
         }
         made.teardown()
     return seen
+
+
+def _own(made: Worker) -> list[tuple[str, np.ndarray]] | None:
+    """Builds the weights that this rank sends; None if every rank must have all weights."""
+    own = made.own_hf_weights()
+    if own is None:
+        return None
+    built = [(each, each.make()) for each in own]  # on all ranks that gather
+    return [
+        (name, tensor.detach().numpy().copy())
+        for each, tensors in built
+        if each.is_source
+        for name, tensor in zip(each.names, tensors, strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +153,17 @@ def test_a_step_equals_the_step_of_one_process(
     assert {name for name in expected if name not in moved} == {n for n in expected if n.endswith(EXPERT_BIAS)}
     assert max(np.abs(got[name] - expected[name].numpy()).max() for name in expected) <= 1e-6
     assert all(abs(rank[case]["grad_norm"] - norm) <= 1e-4 * norm for rank in seen)
+
+
+@pytest.mark.parametrize(("library", "kind", "layout"), CASES)
+def test_the_ranks_build_each_weight_once_as_an_export_has_it(
+    library: str, kind: str, layout: str, seen: list[dict[str, Any]]
+) -> None:
+    case = f"{library}-{kind}-{layout}"
+    own, exported = [rank[case]["own"] for rank in seen], seen[0][case]["updated"]
+    if (library, kind) == ("megatron_bridge", "gpt_oss"):  # one weight has all experts of a layer
+        assert own == [None] * SIZE
+        return
+    built = [pair for of_rank in own for pair in of_rank]
+    assert sorted(name for name, _ in built) == sorted(exported)
+    assert [name for name, value in built if not np.array_equal(value, exported[name])] == []

@@ -54,7 +54,7 @@ def own(place: tuple[int, ...], weights: Weights, *, is_source: bool = True) -> 
         place=place,
         names=tuple(weights),
         shapes=tuple(tuple(tensor.shape) for tensor in tensors),
-        dtype=tensors[0].dtype,
+        dtypes=tuple(tensor.dtype for tensor in tensors),
         is_split=False,
         is_source=is_source,
         make=lambda: tensors,
@@ -318,9 +318,7 @@ def test_adjacent_weights_are_one_item_if_they_can_be_joined(
 
 
 def test_a_parameter_without_weights_keeps_adjacent_weights_apart(tell: Tell) -> None:
-    nothing = OwnWeight(
-        place=(0, 0, 0), names=(), shapes=(), dtype=torch.float32, is_split=False, is_source=True, make=list
-    )
+    nothing = OwnWeight(place=(0, 0, 0), names=(), shapes=(), dtypes=(), is_split=False, is_source=True, make=list)
     made = tell(0, [experts(0)[0], nothing, experts(1)[0]])
     bucket = only_bucket(made)
     assert [len(names) for names, _ in made.weights(adjacent_in([bucket]))] == [2, 2]

@@ -1,0 +1,127 @@
+"""Lists the HF weights that a tensor-parallel group can build out of Megatron-Bridge's conversion tasks.
+
+Megatron-Bridge's export brings every weight to every rank: over the pipeline, the expert and the tensor groups. Here
+each task runs on the ranks that have its parameter, and only tensor parallelism gathers.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl_safe_workers.comms.json_gather import gather_json
+from rl_safe_workers.models.own_weights import OwnWeight, is_first_replica, own_weight
+from rl_safe_workers.rollout.packing import dtype_name
+
+Announced = Mapping[str, tuple[Sequence[int], torch.dtype]]
+"""Shape and dtype of every HF weight of an export, by name."""
+_EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+|\d+$")
+
+
+class _Alone:
+    """Stands for a process group of this rank alone. The library asks a group only for its size and its rank."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+_NO_GATHER = SimpleNamespace(pp=_Alone(), ep=_Alone())
+"""Groups for `set_process_groups_from_pg_collection`. The library keeps its groups for the kinds that are not here."""
+
+
+def own_weights_of_tasks(
+    auto_bridge: Any, models: Sequence[torch.nn.Module], tasks: Iterable[Any], announced: Announced
+) -> list[OwnWeight] | str:
+    """Lists the weights that this rank helps to build. Leaves out parameters of which another rank has a first replica.
+
+    Collective over: the training world. It also runs in the tensor and expert-tensor groups.
+
+    Args:
+        auto_bridge: Megatron-Bridge's AutoBridge.
+        models: This rank's chunks.
+        tasks: The tasks of `AutoBridge.get_conversion_tasks` for these chunks.
+        announced: The weights of an export of the same model. All ranks together must build exactly these.
+
+    Returns:
+        The weights; or, on every rank, the reason why the export is needed. For example, some models have one HF weight
+        for all experts, which are on several ranks.
+    """
+    own, kinds = [], dict[tuple[int, str], int]()
+    for position, task in enumerate(tasks):
+        if task.param_weight is None:
+            continue  # another pipeline stage has it
+        mapping = task.mapping
+        kind = task.vp_stage, _EXPERT_NUMBER.sub("", task.param_name)
+        place = (mapping.pp_rank, task.vp_stage, kinds.setdefault(kind, position))
+        if is_first_replica(is_expert=mapping.is_expert):
+            own.append(_of_task(auto_bridge, list(models), task, place))
+    obstacle = _difference(own, announced)
+    return own if obstacle is None else obstacle
+
+
+def _of_task(auto_bridge: Any, models: list[torch.nn.Module], task: Any, place: tuple[int, ...]) -> OwnWeight:
+    mapping = task.mapping
+    alone = replace(task, mapping=_without_gathers(mapping))
+
+    def convert() -> tuple[list[str], list[torch.Tensor]]:
+        exported = auto_bridge.export_hf_weights(
+            models, cpu=False, show_progress=False, conversion_tasks=[alone], merge_adapter_weights=False
+        )
+        pairs = list(exported)
+        return [name for name, _ in pairs], [weight for _, weight in pairs]
+
+    return own_weight(
+        place,
+        task.param_weight,
+        convert,
+        is_split=mapping.tp_size > 1,
+        is_source=mapping.tp_rank == 0,
+    )
+
+
+def _without_gathers(mapping: Any) -> Any:
+    """Returns a copy of a mapping that neither broadcasts to other pipeline stages nor gathers experts."""
+    alone = copy.copy(mapping)
+    for name, value in vars(mapping).items():
+        if isinstance(value, dict):
+            setattr(alone, name, dict(value))  # caches
+        elif hasattr(value, "set_process_groups_from_pg_collection"):
+            setattr(alone, name, _without_gathers(value))
+    alone.set_process_groups_from_pg_collection(_NO_GATHER)
+    return alone
+
+
+def _difference(own: Sequence[OwnWeight], announced: Announced) -> str | None:
+    """Compares the weights that all ranks build with those of an export. Collective over: the training world.
+
+    Returns:
+        The first difference, the same on every rank; None if there is none.
+    """
+    mine = [
+        (name, [*shape], dtype_name(dtype))
+        for weight in own
+        if weight.is_source
+        for name, shape, dtype in zip(weight.names, weight.shapes, weight.dtypes, strict=True)
+    ]
+    built: dict[str, tuple[list[int], str]] = {}
+    for name, shape, dtype in (entry for of_rank in gather_json(mine, group=dist.group.WORLD) for entry in of_rank):  # type: ignore[arg-type]
+        if name in built:
+            return f"two ranks can build {name}"
+        built[name] = shape, dtype
+    wanted = {name: ([*shape], dtype_name(dtype)) for name, (shape, dtype) in announced.items()}
+    for name in sorted(built.keys() ^ wanted.keys()):
+        return f"no rank can build {name} alone" if name in wanted else f"an export has no {name}"
+    for name, form in wanted.items():
+        if built[name] != form:
+            return f"{name} would be {built[name][1]} {built[name][0]}, and an export has {form[1]} {form[0]}"
+    return None
