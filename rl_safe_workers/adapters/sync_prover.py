@@ -30,7 +30,7 @@ class SyncProver:
         *,
         every: int,
         announce: Callable[[], object],
-        sent: Callable[[], SentWeights],
+        sent: Callable[[], Sequence[SentWeights]],
         engines: Callable[[], Sequence[Any]],
     ) -> None:
         """Proves nothing yet.
@@ -38,8 +38,8 @@ class SyncProver:
         Args:
             waits: The driver's waits.
             every: The setting ``prove_sync_freq``.
-            announce: Tells a trainer that has all weights to take digests in the next sync.
-            sent: Returns these digests.
+            announce: Tells trainers that send all weights together to take digests in the next sync.
+            sent: Returns the digests of each of them.
             engines: Lists the engines' actors in order of rollout rank. Each has the remote methods ``rl_safe_prove``
                 and ``rl_safe_held`` of a `ProvedWorker`.
         """
@@ -91,4 +91,4 @@ class SyncProver:
     def _compare(self) -> SyncProof:
         calls = [engine.rl_safe_held.remote() for engine in self._engines()]
         sent = self._sent()
-        return SyncProof(sent=[sent], held=[held or NOTHING_CAME for held in ray.get(calls)])
+        return SyncProof(sent=sent, held=[held or NOTHING_CAME for held in ray.get(calls)])

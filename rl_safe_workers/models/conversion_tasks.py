@@ -56,7 +56,9 @@ def own_weights_of_tasks(
         The weights; or, on every rank, the reason why the export is needed. For example, some models have one HF weight
         for all experts, which are on several ranks.
     """
-    own, kinds = [], dict[tuple[int, str], int]()
+    own, kinds, tasks = [], dict[tuple[int, str], int](), list(tasks)
+    if any(".to_wrap." in task.global_param_name for task in tasks):
+        return "an export merges LoRA adapters into the weights"
     for position, task in enumerate(tasks):
         if task.param_weight is None:
             continue  # another pipeline stage has it

@@ -162,14 +162,17 @@ class BucketPart:
         return self.start + self.bucket.size_bytes
 
 
-def engine_ranks(size: int, kv_heads: int) -> tuple[EngineRank, ...]:
+def engine_ranks(size: int, kv_heads: int, *, expert_parallel: bool = False) -> tuple[EngineRank, ...]:
     """Returns the ranks of an engine.
 
     Args:
         size: Number of ranks over which vLLM's tensor parallelism cuts weights.
         kv_heads: Number of the model's key-value heads.
+        expert_parallel: True if each rank holds some experts whole.
     """
-    return tuple(EngineRank(rank=rank, size=size, kv_heads=kv_heads) for rank in range(size))
+    return tuple(
+        EngineRank(rank=rank, size=size, kv_heads=kv_heads, expert_parallel=expert_parallel) for rank in range(size)
+    )
 
 
 def parts_of(bucket: Bucket, ranks: Sequence[EngineRank]) -> tuple[BucketPart, ...]:

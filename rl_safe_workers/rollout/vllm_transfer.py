@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig, get_current_vllm_config_or_none, set_current_vllm_config
+from vllm.config import VllmConfig, WeightTransferConfig, get_current_vllm_config_or_none, set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -104,6 +104,8 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
     """Checks what the model's loaders read in this update."""
     _is_broken = False
     """True if an update by vLLM's loaders has failed before its end. Some layers then still wait for weights."""
+    load: Callable[[Iterator[tuple[str, torch.Tensor]]], object] | None = None
+    """Loads whole weights in place of the model's ``load_weights``; None if nothing does."""
 
     def init_transfer_engine(self, init_info: JointInitInfo) -> None:
         """Joins the joint group. Collective over: trainers and rollout ranks.
@@ -140,7 +142,8 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         self._sync_timeout = timedelta(seconds=init_info.sync_timeout_s)
         specs = [WeightSpec(**{**fields, "shape": tuple(fields["shape"])}) for fields in init_info.specs]
         self._specs = specs
-        ranks = engine_ranks(self._rank.size, init_info.kv_heads)
+        rank = self._rank
+        ranks = engine_ranks(rank.size, rank.kv_heads, expert_parallel=rank.expert_parallel)
         buckets = plan_parts(specs, ranks, bucket_bytes=init_info.bucket_bytes)
         if buckets != self._buckets:
             self._buckets, self.obstacle, self._plan = buckets, _NOT_TRIED, None
@@ -216,8 +219,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             self.obstacle = _computes(self.model)
             if self.obstacle is None:
                 mine = [(bucket, parts[self._rank.rank]) for bucket, parts in self._buckets]
-                load, size = self.model.load_weights, self._rank.size
-                self._plan = DirectLoad(mine, load, device=self.device, parts=size)
+                self._plan = DirectLoad(mine, self._load_weights, device=self.device, parts=self._rank.size)
                 self.obstacle = self._plan.obstacle or _NOT_PROVEN
         self._reads = PartReads()
         if self._read_back is not None:
@@ -247,7 +249,10 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         weights = whole_weights(bucket, parts[self._rank.rank], buffer, device=self.device)
         self._reads.watch(weights, parts[self._rank.rank])
         with self._checked_reads():
-            self.model.load_weights(iter(weights))
+            self._load_weights(iter(weights))
+
+    def _load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> object:
+        return (self.load or self.model.load_weights)(weights)
 
     def _await_arrival(self) -> None:
         """Waits until the current bucket has arrived.
@@ -356,6 +361,26 @@ def _computes(model: torch.nn.Module) -> str | None:
         if "MLA" in type(module).__name__:
             return f"{type(module).__name__} computes from the weights"
     return None
+
+
+def made_for(
+    vllm_config: VllmConfig,
+    model: torch.nn.Module,
+    *,
+    device: torch.device,
+    load: Callable[[Iterator[tuple[str, torch.Tensor]]], object],
+) -> JointWeightTransferEngine:
+    """Makes an engine for a worker whose vLLM was not told to make one.
+
+    Args:
+        vllm_config: The worker's configuration.
+        model: The worker's part of the model.
+        device: Device of the model.
+        load: Loads whole weights into the model.
+    """
+    made = JointWeightTransferEngine(WeightTransferConfig(backend=BACKEND), vllm_config, device, model)
+    made.load = load
+    return made
 
 
 def register() -> None:

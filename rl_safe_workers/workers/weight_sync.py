@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from rl_safe_workers.compat.param_gathers import complete_param_gathers
 from rl_safe_workers.control.failure import Failure
+from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import LifecycleError, WeightSyncError, first_line, foreign_cause
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.own_weights import OwnWeight
@@ -81,6 +82,7 @@ class WeightSync(Part):
         colocated: bool = False,
         rollout_ranks: Sequence[int] | None = None,
         engine: Sequence[EngineRank] = (ONLY_RANK,),
+        control: ControlPlane | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         """Joins the joint group. A trainer's joint rank is its training rank.
@@ -94,6 +96,7 @@ class WeightSync(Part):
             colocated: True if each trainer shares its GPU with a rollout rank. It then sends to that rank only.
             rollout_ranks: Rollout ranks in the group, ascending; None: all, from 0.
             engine: The ranks of each engine; see `cuts.engine_ranks`. Each gets its part of the weights.
+            control: This rank's place in the joint world, over another store; None: over the run's store.
             timeout: Longest wait for the others; None: ``rl_safe.timeouts.joint``.
 
         Raises:
@@ -108,7 +111,8 @@ class WeightSync(Part):
                 self._engine, self._buckets = tuple(engine), {}
             self._colocated = colocated
             self.joint_group = (GpuPair if colocated else JointGroup)(
-                self.rank.control.of_world(
+                control
+                or self.rank.control.of_world(
                     joint_world(generation),
                     rank=self.rank.training_rank,
                     members=joint_ids(trainers=self.rank.training_size, size=size, rollout_ranks=rollout_ranks),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers import utils
 
-from rl_safe_workers.adapters.nemo_rl.vllm_extension import ProvedVllmExtension
+from rl_safe_workers.adapters.nemo_rl.vllm_extension import SafeVllmExtension
 from tests.faulty_weights import NORM, FaultyParameters, flip_a_bit, reverse_weight
 
 faults: list[str] = []
@@ -17,7 +17,7 @@ faults: list[str] = []
 utils.dispatch_cpu_unquantized_gemm = reverse_weight
 
 
-class FaultyExtension(ProvedVllmExtension):
+class FaultyExtension(SafeVllmExtension):
     """Changes weights between loader and layers, or as they come."""
 
     _loaded = 0

@@ -67,8 +67,8 @@ def import_without_gpus() -> None:
             vars(sys.modules[name]).update(names)
 
 
-def _waited_for(method: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: asyncio.run(method())
+def _waited_for(method: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: asyncio.run(method(*args))
 
 
 def _at_once(method: Callable[..., Any]) -> Any:
@@ -163,7 +163,7 @@ class Generation:
     def colocate(self, yes: bool) -> None:
         """Chooses the case: on the trainer's GPU by the asynchronous worker, or on another by the synchronous one."""
         self.cfg["colocated"]["enabled"] = yes
-        names = ("rl_safe_prove", "rl_safe_held")
+        names = ("rl_safe_engine", "rl_safe_join", "rl_safe_prove", "rl_safe_held")
         actor = {
             name: _at_once(_waited_for(getattr(self._async_engine, name)) if yes else getattr(self._engine, name))
             for name in names
@@ -172,6 +172,12 @@ class Generation:
 
     def prepare_for_generation(self, tags: list[str]) -> None:
         self.calls.append(f"wake up {tags[0]}")
+
+    def init_collective(self, *args: Any, **kwargs: Any) -> list[Any]:
+        raise AssertionError("NeMo RL's communicator is joined")
+
+    def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
+        self._engine.prepare_refit_info(state_dict_info)
 
     def finish_generation(self) -> None:
         self.calls.append("sleep")
@@ -199,7 +205,7 @@ def made(path: Path, extension: str) -> tuple[Policy, Generation]:
     stock = vllm_backend.VllmInternalWorkerExtension
     if "synchronize_device" in vars(stock):
         del stock.synchronize_device  # for other refits; the vLLM of these tests has one of its own, NeMo RL's has none
-    engine = object.__new__(generation_workers.ProvedGenerationWorkerImpl)
+    engine = object.__new__(generation_workers.SafeGenerationWorkerImpl)
     engine.cfg = {"vllm_cfg": {"async_engine": False}}
     engine._create_engine(
         {
@@ -211,7 +217,7 @@ def made(path: Path, extension: str) -> tuple[Policy, Generation]:
     )
     weights = load_file(path / "model.safetensors")
     engine.prepare_refit_info({name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()})
-    async_engine = object.__new__(generation_workers.ProvedAsyncGenerationWorkerImpl)
+    async_engine = object.__new__(generation_workers.SafeAsyncGenerationWorkerImpl)
     async_engine.cfg, async_engine.llm = {"vllm_cfg": {"async_engine": True}}, _AsyncEngine(engine.llm)
     return Policy(weights, engine, vllm_backend), Generation(engine, async_engine)
 
@@ -222,25 +228,25 @@ def _receive(iterator: Any, group: Any, src: int, post_unpack_func: Callable[[An
         post_unpack_func(group[at : at + AT_ONCE])
 
 
-class _Loops(ModuleType):
+class Loops(ModuleType):
     """The module of NeMo RL's loops, as far as a refit goes."""
 
-    def __init__(self) -> None:
+    def __init__(self, get: Callable[[Any], Any] = lambda answers: answers) -> None:
         super().__init__("loops")
-        ray = SimpleNamespace(get=lambda answers: answers)
-        others = dict.fromkeys(("SGLangGeneration", "MegatronGeneration"), type(None))
+        ray = SimpleNamespace(get=get)
+        others = {name: type(name, (), {}) for name in ("SGLangGeneration", "MegatronGeneration")}
         names = {"ray": ray, "nullcontext": nullcontext, "os": os, **others}
         vars(self).update(host_code(REFIT_FILE, "refit_policy_generation", names=names), time=time)
 
 
-class _Watched(SyncProver):
+class Watched(SyncProver):
     """Keeps the last metrics."""
 
     last: ClassVar[dict[str, float]] = {}
 
     def take_metrics(self) -> dict[str, float]:
-        _Watched.last = super().take_metrics()
-        return _Watched.last
+        Watched.last = super().take_metrics()
+        return Watched.last
 
 
 @dataclass(frozen=True)
@@ -277,9 +283,9 @@ def refits(rank: int, path: Path, transports: Sequence[str]) -> dict[tuple[str, 
     torch.compiler.set_stance("force_eager")
     at_once: Any = SimpleNamespace(get=lambda answers: answers)
     sync_prover.ray = guarded_driver.ray = at_once
-    guarded_driver.SyncProver = _Watched  # type: ignore[misc]
+    guarded_driver.SyncProver = Watched  # type: ignore[misc]
     policy, generation = made(path, f"{faulty_extension.__name__}.FaultyExtension")
-    loops, told, found = _Loops(), [], {}
+    loops, told, found = Loops(), [], {}
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("rl_safe_workers").addHandler(handler)
@@ -296,11 +302,11 @@ def refits(rank: int, path: Path, transports: Sequence[str]) -> dict[tuple[str, 
                 generation.calls, told[:], error = [], [], ""
                 try:
                     returned = loops.refit_policy_generation(policy, generation, colocated, _refit_buffer_size_gb=1.0)
-                    assert returned in (_Watched.last, None), "older versions return nothing"
+                    assert returned in (Watched.last, None), "older versions return nothing"
                 except WeightSyncError as raised:
                     error = str(raised)
                 found[transport, ", ".join(faults)] = Refit(
-                    len(policy.trainer.weights), _Watched.last, list(told), error, generation.calls
+                    len(policy.trainer.weights), Watched.last, list(told), error, generation.calls
                 )
     generation.shutdown()
     return found

@@ -12,6 +12,7 @@ from rl_safe_workers.adapters.host_contract import HostName, HostText, find, lac
 from rl_safe_workers.adapters.nemo_rl.contract import (
     BRIDGE_NAMES,
     BRIDGE_TEXTS,
+    JOINT_TEXTS,
     NAMES,
     PROOF_NAMES,
     PROOF_TEXTS,
@@ -51,10 +52,10 @@ def test_the_host_does_what_we_rely_on(expected: HostText, root: str) -> None:
 
 @needs_source
 @each_source
-def test_the_host_has_what_a_proof_of_refits_relies_on(root: str) -> None:
+def test_the_host_has_what_our_engines_rely_on(root: str) -> None:
     if find(Path(root), PROOF_NAMES[0].file, PROOF_NAMES[0].name.partition(".")[0]) is None:
         pytest.skip("a version before v0.7.0, which is refused")
-    check_host(Path(root), PROOF_NAMES, PROOF_TEXTS)
+    check_host(Path(root), PROOF_NAMES, (*PROOF_TEXTS, *JOINT_TEXTS))
 
 
 @needs_bridge
@@ -72,7 +73,8 @@ def test_bridge_does_what_we_rely_on(expected: HostText, root: str) -> None:
 
 
 def test_every_method_that_we_override_is_in_the_contract() -> None:
-    own = {"rl_safe_report", "rl_safe_end_groups", "rl_safe_prove", "rl_safe_sent"}
+    own = {"rl_safe_report", "rl_safe_end_groups", "rl_safe_prove", "rl_safe_sent", "rl_safe_plan_refits"}
+    own |= {"rl_safe_join"}
     overridden = {name for name, value in vars(SafePolicyMixin).items() if callable(value) and name not in own}
     listed = {
         expected.name.rpartition(".")[2]

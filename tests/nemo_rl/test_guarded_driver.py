@@ -23,9 +23,10 @@ from rl_safe_workers.adapters.job_verdict import JobVerdict
 from rl_safe_workers.adapters.nemo_rl import guarded_driver
 from rl_safe_workers.adapters.nemo_rl.guarded_driver import ENGINE_CALLS, REFIT, ROLLOUTS, GuardedDriver, parties_of
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlTimeouts
-from rl_safe_workers.errors import JobError, PhaseTimeoutError, RunError, WeightSyncError
+from rl_safe_workers.errors import ConfigError, JobError, PhaseTimeoutError, RunError, WeightSyncError
 from rl_safe_workers.ranks import RankId, Role, trainer_id
 from rl_safe_workers.rollout.sync_proof import HeldWeights, SentWeights
+from rl_safe_workers.worlds.address import StoreAddress
 
 TIMEOUTS = NemoRlTimeouts(sync=1.0, rollout=1.0, joint=1.0, teardown=1.0, save=4.0)
 LIMIT_S = 10.0
@@ -54,9 +55,10 @@ def _evidence_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 class _Worker:
     """A worker of either kind, some of whose calls may have no answer."""
 
-    def __init__(self, silent: str = "", wrong: int = 0) -> None:
+    def __init__(self, silent: str = "", wrong: int = 0, plan: dict[str, Any] | None = None) -> None:
         self._silent, self._wrong = silent, wrong
         """Number of refits after which it holds other weights than were sent."""
+        self._plan, self._told = plan, None
 
     def rl_safe_prove(self) -> str | None:
         return None
@@ -69,6 +71,21 @@ class _Worker:
         self._wrong -= 1
         held = (("w", 8 if self._wrong >= 0 else 7),)
         return HeldWeights(digests=held, converted=0, unread=(), faults=(), seconds=0.0)
+
+    def rl_safe_engine(self) -> dict[str, Any]:
+        obstacle = "its weights are quantised" if self._silent == "quantised" else None
+        return {"size": 2, "kv_heads": 4, "expert_parallel": False, "obstacle": obstacle}
+
+    def rl_safe_plan_refits(self) -> dict[str, Any] | None:
+        self.call("plan")
+        return self._plan
+
+    def rl_safe_join(self, *told: Any) -> None:
+        self.call("join")
+        self._told = told
+
+    def told(self) -> Any:
+        return self._told
 
     def is_alive(self) -> bool:
         return True
@@ -91,8 +108,8 @@ class _Worker:
         return os.getpid()
 
 
-def _started(silent: str = "", wrong: int = 0) -> Any:
-    worker = _Worker.remote(silent, wrong)
+def _started(silent: str = "", wrong: int = 0, plan: dict[str, Any] | None = None) -> Any:
+    worker = _Worker.remote(silent, wrong, plan)
     assert ray.get(worker.is_alive.remote())
     return worker
 
@@ -311,6 +328,40 @@ def test_an_engine_that_does_not_say_what_it_holds_is_named(ends) -> None:
     error, _ = _late(lambda: module.refit_policy_generation(driver.policy, driver.generation))
     assert (error.phase, error.missing) == ("sync", {RankId(Role.ROLLOUT, 1)})
     assert "the proof of the weight sync" in str(error)
+
+
+PLAN = {"host": "10.0.0.1", "port": 4000, "secret": "0a" * 32, "specs": [{"name": "w"}]}
+
+
+def _set_up_joined(ends: ExitStack, *engines: Any) -> tuple[GuardedDriver, list[Any]]:
+    """Runs `setup` with trainers and engines that join our joint group."""
+    module, trainers = _loops(), [_started(plan=PLAN), _started()]
+    driver = GuardedDriver(TIMEOUTS, ends, evidence=EVIDENCE, joins=True)
+    driver.guard_setup(module)
+    made = module.setup(driver.making(lambda: _Policy(*trainers)), engines)
+    assert (driver.policy, driver.generation) == made
+    return driver, trainers
+
+
+def test_all_ranks_join_once_the_engines_know_the_weights(ends) -> None:
+    engines = [_started(), _started()]
+    _, trainers = _set_up_joined(ends, *engines)
+    address = StoreAddress(host="10.0.0.1", port=4000, secret=bytes.fromhex("0a" * 32))
+    engine = {"size": 2, "kv_heads": 4, "expert_parallel": False}
+    assert [ray.get(trainer.told.remote()) for trainer in trainers] == [(address, [0, 1, 2, 3], engine)] * 2
+    info = {**PLAN, "rollout_ranks": [0, 1, 2, 3], "kv_heads": 4}
+    assert [ray.get(engine.told.remote()) for engine in engines] == [(0, info), (2, info)]
+
+
+def test_an_engine_that_does_not_join_our_group_is_named(ends) -> None:
+    error, _ = _late(lambda: _set_up_joined(ends, _started(), _started("join")))
+    assert (error.phase, error.missing) == ("joint", {RankId(Role.ROLLOUT, 1)})
+    assert "rl_safe.timeouts.joint" in str(error)
+
+
+def test_an_engine_that_cannot_join_is_refused_with_the_reason(ends) -> None:
+    with pytest.raises(ConfigError, match="engine 1 cannot take part: its weights are quantised; set it to host"):
+        _set_up_joined(ends, _started(), _started("quantised"))
 
 
 def test_an_engine_that_does_not_wake_up_is_named(ends) -> None:

@@ -15,8 +15,8 @@ import pytest
 
 from rl_safe_workers.adapters.nemo_rl import launch
 from rl_safe_workers.adapters.nemo_rl.contract import NAMES, PROOF_NAMES
+from rl_safe_workers.adapters.nemo_rl.generation_setup import BUILDER_MODULE, WORKERS, check_generation
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NODE, VARIABLE, NemoRlSettings, worker_settings
-from rl_safe_workers.adapters.nemo_rl.proved_refits import BUILDER_MODULE, WORKERS, check_generation
 from rl_safe_workers.errors import ConfigError
 from tests.nemo_rl.source import write_source
 
@@ -123,12 +123,19 @@ def builder(registry, monkeypatch) -> Any:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, BUILDER_MODULE, module)
     registered |= {worker: f"/venvs/{number}/bin/python" for number, worker in enumerate(WORKERS)}
-    monkeypatch.setattr(launch, "PROOF_TEXTS", ())
+    for texts in ("PROOF_TEXTS", "JOINT_TEXTS"):
+        monkeypatch.setattr(launch, texts, ())
     yield module
     assert module.RayWorkerBuilder is stock
 
 
-def test_generation_is_of_workers_that_read_weights_back_if_refits_are_proved(builder, registry, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [({"prove_sync_freq": 3}, "rl_safe.prove_sync_freq=3:"), ({"refit_transport": "joint"}, "refit_transport=joint:")],
+)
+def test_generation_is_of_our_workers_if_a_setting_needs_them(
+    settings, refused, builder, registry, monkeypatch
+) -> None:
     monkeypatch.setattr(launch, "_policy_class", lambda: ByArgument)
     made = []
 
@@ -136,11 +143,13 @@ def test_generation_is_of_workers_that_read_weights_back_if_refits_are_proved(bu
         made.extend(builder.RayWorkerBuilder(worker, config, defer_model_load=True) for worker in WORKERS)
         return SimpleNamespace(shutdown=lambda: True), None
 
-    master = _master(rl_safe={"prove_sync_freq": 3})
+    master = _master(rl_safe=settings)
     master.policy["generation"] = PROVED
     with ExitStack() as ends:
         launch.safe_setup(setup, ends)(master)
-        with pytest.raises(ConfigError, match="VllmQuantGenerationWorker does not read weights back; set it to -1"):
+        with pytest.raises(
+            ConfigError, match=rf"{refused} there is no worker of ours for x.VllmQuantGenerationWorker; "
+        ):
             builder.RayWorkerBuilder("x.VllmQuantGenerationWorker")
     assert made == [(worker, (master,), {"defer_model_load": True}) for worker in WORKERS.values()]
     pythons = registry.ACTOR_ENVIRONMENT_REGISTRY
@@ -159,21 +168,21 @@ def test_a_host_that_lacks_what_a_proof_relies_on_is_refused(builder, ends, monk
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("backend", "megatron", "only vLLM's engines are read back"),
-        ("refit_transport", "nccl_reshard", "only NeMo RL's default transports are proved"),
-        ("quant_cfg", "NVFP4", "only engines that are not quantised are read back"),
-        ("vllm_cfg.pipeline_parallel_size", 2, "an engine's ranks must be tensor-parallel to be read back"),
-        ("vllm_cfg.expert_parallel_size", 2, "an engine's ranks must be tensor-parallel to be read back"),
-        ("vllm_cfg.precision", "fp8", "only engines that are not quantised are read back"),
+        ("backend", "megatron", "it needs vLLM's engines"),
+        ("refit_transport", "nccl_reshard", "it needs NeMo RL's default transport"),
+        ("quant_cfg", "NVFP4", "an engine must not be quantised"),
+        ("vllm_cfg.pipeline_parallel_size", 2, "an engine's ranks must be tensor-parallel"),
+        ("vllm_cfg.expert_parallel_size", 2, "an engine's ranks must be tensor-parallel"),
+        ("vllm_cfg.precision", "fp8", "an engine must not be quantised"),
         ("vllm_cfg.kv_cache_dtype", "fp8_e4m3", "its scales are sent as weights"),
     ],
 )
 def test_a_run_whose_refits_cannot_be_proved_is_refused(key, value, reason) -> None:
-    check_generation(PROVED, every=1)
+    check_generation(PROVED, NemoRlSettings(prove_sync_freq=1))
     outer, _, inner = key.rpartition(".")
     changed = {**PROVED, outer: {**PROVED[outer], inner: value}} if outer else {**PROVED, inner: value}
     with pytest.raises(ConfigError) as caught:
-        check_generation(changed, every=1)
+        check_generation(changed, NemoRlSettings(prove_sync_freq=1))
     assert str(caught.value) == (
         f"rl_safe.prove_sync_freq=1 with policy.generation.{key}={value}: {reason}; set rl_safe.prove_sync_freq=-1"
     )
@@ -182,12 +191,23 @@ def test_a_run_whose_refits_cannot_be_proved_is_refused(key, value, reason) -> N
 def test_refits_of_tensor_parallel_engines_can_be_proved() -> None:
     for experts in (1, 2):
         parallel = {"tensor_parallel_size": 2, "expert_parallel_size": experts}
-        check_generation({**PROVED, "vllm_cfg": {**PROVED["vllm_cfg"], **parallel}}, every=1)
+        check_generation({**PROVED, "vllm_cfg": {**PROVED["vllm_cfg"], **parallel}}, NemoRlSettings(prove_sync_freq=1))
+
+
+def test_engines_on_the_gpus_of_trainers_cannot_join() -> None:
+    settings = NemoRlSettings(refit_transport="joint")
+    check_generation({**PROVED, "colocated": {"enabled": False}}, settings)
+    with pytest.raises(ConfigError) as caught:
+        check_generation({**PROVED, "colocated": {"enabled": True}}, settings)
+    assert str(caught.value) == (
+        "rl_safe.refit_transport=joint with policy.generation.colocated.enabled=True: it needs engines on GPUs of "
+        "their own; set rl_safe.refit_transport=host"
+    )
 
 
 def test_a_run_without_generation_is_refused_if_refits_are_to_be_proved() -> None:
     with pytest.raises(ConfigError, match="policy.generation.backend=None"):
-        check_generation(None, every=0)
+        check_generation(None, NemoRlSettings(prove_sync_freq=0))
 
 
 class Policy:

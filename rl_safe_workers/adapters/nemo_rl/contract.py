@@ -431,13 +431,34 @@ PROOF_NAMES: tuple[HostName, ...] = (
         why="likewise",
     ),
     HostName(
+        file=f"{_VLLM_FILES}/vllm_backend.py",
+        name="VllmInternalWorkerExtension._load_weights",
+        parameters=("self", "weights"),
+        why="loads what comes over our joint group",
+    ),
+    HostName(
         file="nemo_rl/distributed/worker_group_utils.py",
         name="get_nsight_config_if_pattern_matches",
         parameters=("worker_name",),
         why="options of the actor",
     ),
 )
-"""The additional names that a proof of refits needs."""
+"""The additional names that a proof of refits, and a refit over our joint group, need."""
+JOINT_TEXTS: tuple[HostText, ...] = (
+    HostText(
+        file=_WORKER,
+        within=f"{_CLASS}._calculate_refit_param_info",
+        text="self.refit_conversion_tasks = ",
+        why="tells which weights each rank holds",
+    ),
+    HostText(
+        file=_WORKER,
+        within=f"{_CLASS}._iter_params_with_optional_kv_scales",
+        text="self.megatron_bridge.export_hf_weights(",
+        why="likewise",
+    ),
+)
+"""Texts that a refit over our joint group relies on, apart from `PROOF_NAMES` and `PROOF_TEXTS`."""
 PROOF_TEXTS: tuple[HostText, ...] = (
     HostText(
         file=_VLLM,
@@ -466,6 +487,18 @@ PROOF_TEXTS: tuple[HostText, ...] = (
 )
 
 BRIDGE_NAMES: tuple[HostName, ...] = (
+    HostName(
+        file="src/megatron/bridge/models/conversion/auto_bridge.py",
+        name="AutoBridge.export_hf_weights",
+        parameters=("self", "model", "cpu", "show_progress", "conversion_tasks", "merge_adapter_weights"),
+        why="converts the parameters of a rank for a refit over our joint group",
+    ),
+    HostName(
+        file="src/megatron/bridge/models/conversion/param_mapping.py",
+        name="MegatronParamMapping.set_process_groups_from_pg_collection",
+        parameters=("self", "pg_collection"),
+        why="likewise, without other pipeline stages and experts",
+    ),
     HostName(
         file="src/megatron/bridge/training/checkpointing.py",
         name="save_checkpoint",

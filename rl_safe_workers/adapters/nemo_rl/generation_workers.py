@@ -11,14 +11,22 @@ from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGeneration
 
 from rl_safe_workers.rollout.sync_proof import HeldWeights
 
-EXTENSION = "rl_safe_workers.adapters.nemo_rl.vllm_extension.ProvedVllmExtension"
+EXTENSION = "rl_safe_workers.adapters.nemo_rl.vllm_extension.SafeVllmExtension"
 
 
-class ProvedGenerationWorkerImpl(VllmGenerationWorkerImpl):
+class SafeGenerationWorkerImpl(VllmGenerationWorkerImpl):
     """The worker without Ray, as a base class. NeMo RL splits its own worker in the same way."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         super()._create_engine({**llm_kwargs, "worker_extension_cls": EXTENSION})
+
+    def rl_safe_engine(self) -> dict[str, Any]:
+        """Returns what `SafeVllmExtension.rl_safe_engine` returns on the first of vLLM's workers."""
+        return dict(self.llm.collective_rpc("rl_safe_engine")[0])
+
+    def rl_safe_join(self, first_rank: int, info: dict[str, Any]) -> None:
+        """Calls `SafeVllmExtension.rl_safe_join` on vLLM's workers. Collective over: trainers and rollout ranks."""
+        self.llm.collective_rpc("rl_safe_join", args=(first_rank, info))
 
     def rl_safe_prove(self) -> str | None:
         """Calls `ProvedWorker.rl_safe_prove` on vLLM's workers. Returns the first reason, if any."""
@@ -29,11 +37,19 @@ class ProvedGenerationWorkerImpl(VllmGenerationWorkerImpl):
         return HeldWeights.of_workers(self.llm.collective_rpc("rl_safe_held"))
 
 
-class ProvedAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
+class SafeAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
     """The same worker over vLLM's asynchronous engine."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         super()._create_engine({**llm_kwargs, "worker_extension_cls": EXTENSION})
+
+    async def rl_safe_engine(self) -> dict[str, Any]:
+        """Returns what `SafeVllmExtension.rl_safe_engine` returns on the first of vLLM's workers."""
+        return dict((await self.llm.collective_rpc("rl_safe_engine"))[0])
+
+    async def rl_safe_join(self, first_rank: int, info: dict[str, Any]) -> None:
+        """Calls `SafeVllmExtension.rl_safe_join` on vLLM's workers. Collective over: trainers and rollout ranks."""
+        await self.llm.collective_rpc("rl_safe_join", args=(first_rank, info))
 
     async def rl_safe_prove(self) -> str | None:
         """Calls `ProvedWorker.rl_safe_prove` on vLLM's workers. Returns the first reason, if any."""
@@ -46,10 +62,10 @@ class ProvedAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
 
 # NeMo RL's profiler settings use these names.
 @ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_generation_worker")})
-class ProvedGenerationWorker(ProvedGenerationWorkerImpl):
+class SafeGenerationWorker(SafeGenerationWorkerImpl):
     """Replaces NeMo RL's ``VllmGenerationWorker``."""
 
 
 @ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_async_generation_worker")})
-class ProvedAsyncGenerationWorker(ProvedAsyncGenerationWorkerImpl):
+class SafeAsyncGenerationWorker(SafeAsyncGenerationWorkerImpl):
     """Replaces NeMo RL's ``VllmAsyncGenerationWorker``."""

@@ -23,13 +23,14 @@ import ray
 from rl_safe_workers.adapters.driver_waits import DriverWaits, Party, Standstill
 from rl_safe_workers.adapters.group_ends import AFTER_FAILURE_S, end_of, error_of
 from rl_safe_workers.adapters.job_verdict import JobVerdict
-from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlTimeouts
+from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NODE, NemoRlTimeouts
 from rl_safe_workers.adapters.patches import PassThrough, replaced
 from rl_safe_workers.adapters.sync_prover import SyncProver
 from rl_safe_workers.config import ABORT_S
-from rl_safe_workers.errors import in_one_line
+from rl_safe_workers.errors import ConfigError, in_one_line
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, Role, trainer_id
+from rl_safe_workers.worlds.address import StoreAddress
 
 logger = logging.getLogger(__name__)
 
@@ -113,21 +114,30 @@ class GuardedDriver:
         generation: NeMo RL's generation object; the policy itself, or None, if there is no other.
     """
 
-    def __init__(self, timeouts: NemoRlTimeouts, ends: ExitStack, *, evidence: Path, prove_sync_freq: int = -1) -> None:
+    def __init__(
+        self,
+        timeouts: NemoRlTimeouts,
+        ends: ExitStack,
+        *,
+        evidence: Path,
+        prove_sync_freq: int = -1,
+        joins: bool = False,
+    ) -> None:
         """Guards nothing yet.
 
         Args:
             timeouts: The deadlines.
             ends: Is closed when the script has ended, which restores everything that was replaced.
             evidence: The folder for the evidence of a failure.
-            prove_sync_freq: The setting. Any value but -1 needs generation workers of `proved_refits.WORKERS`.
+            prove_sync_freq: The setting. Any value but -1 needs generation workers of `generation_setup.WORKERS`.
+            joins: Whether refits go over our joint group, in place of NeMo RL's communicator. Needs the same workers.
         """
         self.policy: Any = None
         self.generation: Any = None
         self._ends = ends
         self._waits = DriverWaits(timeouts, self._parties)
         self._verdict = JobVerdict(self._parties, evidence)
-        self._prove_sync_freq = prove_sync_freq
+        self._prove_sync_freq, self._joins_rollout = prove_sync_freq, joins
         self._joins = set[Any]()
         """Ray references to the trainers' part in joining the rollout."""
         self._is_saved = threading.Event()
@@ -151,6 +161,9 @@ class GuardedDriver:
             self._replace(kind, "__init__", self._making_generation)
             if hasattr(kind, PREPARES):
                 self._replace(kind, PREPARES, self._bounding(Phase.SYNC, f"the rollout's {PREPARES}"))
+                if self._joins_rollout:
+                    self._replace(kind, PREPARES, self._joining_after)
+                    self._replace(kind, JOINS[0], _joining_nothing)
         # With the default transport, `setup` itself waits for trainers and engines to join.
         self._replace(module, "ray", lambda stock: _Names(stock, get=self._get_in_setup))
 
@@ -209,6 +222,8 @@ class GuardedDriver:
             for name in JOINS:
                 if hasattr(kind, name):
                     self._replace(kind, name, self._joining)
+            if self._joins_rollout:
+                self._replace(kind, JOINS[0], _joining_nothing)
             if hasattr(kind, PREPARES):
                 self._replace(kind, PREPARES, self._bounding(Phase.SYNC, f"the trainers' {PREPARES}"))
             return self.policy
@@ -325,12 +340,16 @@ class GuardedDriver:
         return make
 
     def _proving(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        # Every trainer sends the same weights.
+        def senders() -> Sequence[Any]:
+            # Under NeMo RL's own transports, every trainer has all weights.
+            trainers: Sequence[Any] = self.policy.worker_group.workers
+            return trainers if self._joins_rollout else trainers[:1]
+
         prover = SyncProver(
             self._waits,
             every=self._prove_sync_freq,
-            announce=lambda: ray.get(self.policy.worker_group.workers[0].rl_safe_prove.remote()),
-            sent=lambda: ray.get(self.policy.worker_group.workers[0].rl_safe_sent.remote()),
+            announce=lambda: ray.get([trainer.rl_safe_prove.remote() for trainer in senders()]),
+            sent=lambda: ray.get([trainer.rl_safe_sent.remote() for trainer in senders()]),
             engines=lambda: _leaders(self.generation.worker_group),
         )
 
@@ -347,6 +366,38 @@ class GuardedDriver:
             return {**found, **metrics} if isinstance(found, dict) else found
 
         return refit
+
+    def _joining_after(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def prepare(generation: Any, *args: Any, **kwargs: Any) -> Any:
+            found = stock(generation, *args, **kwargs)
+            self._waits.bounded(Phase.JOINT, "joining the rollout", functools.partial(self._join, generation))
+            return found
+
+        return prepare
+
+    def _join(self, generation: Any) -> None:
+        """Makes trainers and vLLM's workers join our joint group.
+
+        Raises:
+            ConfigError: If the engines cannot receive weights over it; says why.
+        """
+        trainers, leaders = self.policy.worker_group.workers, _leaders(generation.worker_group)
+        engines = ray.get([leader.rl_safe_engine.remote() for leader in leaders])
+        for number, engine in enumerate(engines):
+            if (obstacle := engine.pop("obstacle")) is not None:
+                raise ConfigError(
+                    f"{NODE}.refit_transport=joint: engine {number} cannot take part: {obstacle}; set it to host"
+                )
+        engine = engines[0]
+        plans = ray.get([trainer.rl_safe_plan_refits.remote() for trainer in trainers])
+        (plan,) = filter(None, plans)
+        address = StoreAddress(host=plan["host"], port=plan["port"], secret=bytes.fromhex(plan["secret"]))
+        ranks = list(range(len(leaders) * engine["size"]))
+        info = ray.put({**plan, "rollout_ranks": ranks, "kv_heads": engine["kv_heads"]})
+        calls = [trainer.rl_safe_join.remote(address, ranks, engine) for trainer in trainers]
+        calls += [leader.rl_safe_join.remote(number * engine["size"], info) for number, leader in enumerate(leaders)]
+        ray.get(calls)
 
     def _finalizing(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(stock)
@@ -435,6 +486,16 @@ class GuardedDriver:
                 yield response
 
         return generate_async
+
+
+def _joining_nothing(stock: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Replaces a method that starts to join NeMo RL's communicator, and returns Ray references."""
+
+    @functools.wraps(stock)
+    def join(*args: Any, **kwargs: Any) -> list[Any]:
+        return []
+
+    return join
 
 
 class _Names(PassThrough):

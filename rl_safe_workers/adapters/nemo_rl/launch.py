@@ -25,16 +25,24 @@ from rl_safe_workers.adapters.job_processes import (
     folder_of,
     stopped_by,
 )
-from rl_safe_workers.adapters.nemo_rl.contract import NAMES, PROOF_NAMES, PROOF_TEXTS, TEXTS, check_host
-from rl_safe_workers.adapters.nemo_rl.guarded_driver import GuardedDriver
-from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NODE, VARIABLE, NemoRlSettings
-from rl_safe_workers.adapters.nemo_rl.proved_refits import (
+from rl_safe_workers.adapters.nemo_rl.contract import (
+    JOINT_TEXTS,
+    NAMES,
+    PROOF_NAMES,
+    PROOF_TEXTS,
+    TEXTS,
+    check_host,
+)
+from rl_safe_workers.adapters.nemo_rl.generation_setup import (
     BUILDER,
     BUILDER_MODULE,
     WORKERS,
     check_generation,
-    proving_builder,
+    own_refits,
+    safe_builder,
 )
+from rl_safe_workers.adapters.nemo_rl.guarded_driver import GuardedDriver
+from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NODE, VARIABLE, NemoRlSettings
 from rl_safe_workers.adapters.patches import replaced
 from rl_safe_workers.checkpoint.folders.claim import claimed
 from rl_safe_workers.errors import ConfigError
@@ -81,25 +89,30 @@ def _enter(worker: str, host_worker: str) -> str:
     return str(ACTOR_ENVIRONMENT_REGISTRY[worker])
 
 
-def have_refits_proved(policy: Mapping[str, Any], ends: ExitStack, *, every: int) -> None:
-    """Makes NeMo RL create generation workers that read weights back.
+def use_safe_engines(policy: Mapping[str, Any], ends: ExitStack, settings: NemoRlSettings) -> None:
+    """Makes NeMo RL create our generation workers, if a setting needs them.
 
     Args:
         policy: NeMo RL's node ``policy``.
         ends: Must be closed when the run ends.
-        every: The setting ``prove_sync_freq``.
+        settings: The settings.
 
     Raises:
-        ConfigError: If refits of this run cannot be proved, or if this NeMo RL lacks a name that proofs need.
+        ConfigError: If our workers do not suit this run, or if this NeMo RL lacks a name that they need.
     """
+    if (wants := own_refits(settings)) is None:
+        return
     import nemo_rl
 
-    check_generation(policy.get("generation"), every=every)
-    advice = f"use v0.7.0 or a newer one, or set {NODE}.prove_sync_freq=-1"
-    check_host(Path(nemo_rl.__file__).parents[1], PROOF_NAMES, PROOF_TEXTS, advice=advice)
+    check_generation(policy.get("generation"), settings)
+    setting, remedy = wants
+    advice = f"use v0.7.0 or a newer one, or set {remedy}"
+    texts = (*PROOF_TEXTS, *JOINT_TEXTS) if settings.refit_transport == "joint" else PROOF_TEXTS
+    check_host(Path(nemo_rl.__file__).parents[1], PROOF_NAMES, texts, advice=advice)
     for host_worker, worker in WORKERS.items():
         _enter(worker, host_worker)
-    ends.enter_context(replaced(importlib.import_module(BUILDER_MODULE), BUILDER, proving_builder))
+    builder = functools.partial(safe_builder, setting=setting, remedy=remedy)
+    ends.enter_context(replaced(importlib.import_module(BUILDER_MODULE), BUILDER, builder))
 
 
 def share_package(environ: MutableMapping[str, str]) -> None:
@@ -185,10 +198,15 @@ def safe_setup(
         give_settings(_node(master_config, "policy"), settings)
         ends.enter_context(claimed(_folders_of(_node(master_config, "checkpointing"))))
         logger.info("policy workers are %s in %s", WORKER, register())
-        if (every := settings.prove_sync_freq) >= 0:
-            have_refits_proved(_node(master_config, "policy"), ends, every=every)
+        use_safe_engines(_node(master_config, "policy"), ends, settings)
         module = sys.modules[setup.__module__]
-        driver = GuardedDriver(settings.timeouts, ends, evidence=_evidence_of(master_config), prove_sync_freq=every)
+        driver = GuardedDriver(
+            settings.timeouts,
+            ends,
+            evidence=_evidence_of(master_config),
+            prove_sync_freq=settings.prove_sync_freq,
+            joins=settings.refit_transport == "joint",
+        )
         driver.guard_setup(module)
         with ExitStack() as making:
             making.enter_context(driver.judging())

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from rl_safe_workers.adapters.host_settings import name_host_timeouts
+from rl_safe_workers.adapters.nemo_rl.joint_refit import Plan
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import TIMEOUT, worker_settings
 from rl_safe_workers.adapters.nemo_rl.policy_process import PolicyProcess
 from rl_safe_workers.adapters.rank_answers import listen
 from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.models.conversion_tasks import Announced
 from rl_safe_workers.rollout.sync_proof import SentWeights
+from rl_safe_workers.worlds.address import StoreAddress
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +28,8 @@ class SafePolicyMixin:
     """The module in which the host's constructor looks up names. The module of the derived class imports it."""
     safe: PolicyProcess
     model: Any
+    _announced: Announced
+    """The result of the last `prepare_refit_info`."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         """Sets up as the host does, but with our groups, bootstrap and conversion.
@@ -118,10 +124,21 @@ class SafePolicyMixin:
     def prepare_refit_info(self, *args: Any, **kwargs: Any) -> Any:
         """Describes the weights of a refit, as phase ``sync``."""
         send = super().prepare_refit_info  # type: ignore[misc]
-        return self.safe.sync(lambda: send(*args, **kwargs))
+        self._announced = self.safe.sync(lambda: send(*args, **kwargs))
+        return self._announced
+
+    def rl_safe_plan_refits(self) -> Plan | None:
+        """Finds out which rank sends which weight; see `JointRefit.plan`. Collective over: the training world."""
+        return self.safe.joint_refit.plan(self, self._announced)
+
+    def rl_safe_join(self, address: StoreAddress, rollout_ranks: Sequence[int], engine: Mapping[str, Any]) -> None:
+        """Joins our joint group; see `JointRefit.join`. Collective over: trainers and rollout ranks."""
+        self.safe.joint_refit.join(address, rollout_ranks=rollout_ranks, engine=engine)
 
     def broadcast_weights_for_collective(self, *args: Any, **kwargs: Any) -> Any:
-        """Sends weights over the communicator with the rollout ranks, as phase ``sync``."""
+        """Sends weights over the communicator with the rollout ranks, or over our joint group, as phase ``sync``."""
+        if self.safe.joint_refit.has_joined:
+            return self.safe.joint_refit.send()
         send = super().broadcast_weights_for_collective  # type: ignore[misc]
         return self.safe.sync(lambda: send(*args, **kwargs), reads=self.model)
 
@@ -209,11 +226,15 @@ class SafePolicyMixin:
 
     def rl_safe_prove(self) -> None:
         """Begins to take digests of the weights in the next refit."""
-        self.safe.prove_sync()
+        if self.safe.joint_refit.has_joined:
+            self.safe.joint_refit.prove()
+        else:
+            self.safe.prove_sync()
 
     def rl_safe_sent(self) -> SentWeights:
         """Returns the digests taken since `rl_safe_prove`, and stops taking them."""
-        return self.safe.sent_weights()
+        refit = self.safe.joint_refit
+        return refit.sent if refit.has_joined else self.safe.sent_weights()
 
     def rl_safe_report(self) -> dict[str, float]:
         """Returns this rank's metrics of the adapter, by name. Not collective."""

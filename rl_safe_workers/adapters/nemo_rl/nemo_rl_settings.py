@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -50,6 +50,11 @@ class NemoRlSettings(ProvableSettings):
     """The node ``rl_safe``. Only the driver reads ``enabled``."""
 
     timeouts: NemoRlTimeouts = Field(default_factory=NemoRlTimeouts)
+    refit_transport: Literal["host", "joint"] = "host"
+    """How a refit sends weights: ``host`` as NeMo RL does; ``joint`` over our joint group, each weight from a rank that
+    holds it, straight into the model of each vLLM worker. Only for engines on GPUs of their own."""
+    refit_bucket_megabytes: Annotated[int, Field(ge=1, le=2**20)] = 512
+    """Size in MiB of the buckets of ``refit_transport: joint``. Two are in memory on each side."""
 
 
 def worker_settings(environ: Mapping[str, str] | None = None) -> NemoRlSettings:

@@ -24,6 +24,7 @@ from rl_safe_workers.adapters.nemo_rl.bridge_features import features_of
 from rl_safe_workers.adapters.nemo_rl.bridge_saves import BridgeSaves
 from rl_safe_workers.adapters.nemo_rl.conversion import convert, is_from_hf
 from rl_safe_workers.adapters.nemo_rl.import_groups import end_groups_since, groups_now
+from rl_safe_workers.adapters.nemo_rl.joint_refit import JointRefit
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlSettings
 from rl_safe_workers.adapters.nemo_rl.refit_places import awaited_rollout
 from rl_safe_workers.adapters.patches import replaced
@@ -80,6 +81,9 @@ class PolicyProcess(HostedTrainer):
         distributed_optimizer: Whether the optimizer's state is sharded over data-parallel ranks.
         saves: The save in the background; None until the world exists.
     """
+
+    joint_refit: JointRefit
+    """Sends weights over our joint group, once it has joined it. Set by the host's constructor."""
 
     def __init__(self, settings: NemoRlSettings) -> None:
         """Records the settings, and does nothing else."""
@@ -156,6 +160,7 @@ class PolicyProcess(HostedTrainer):
                 "groups would wait for the other ranks; this adapter needs a default group of policy workers only"
             )
         self.take_world(self.settings.rl_safe(), comms=NemoRlComms(), outside_timeout=self._outside_timeout)
+        self.joint_refit = JointRefit(self.trainer, self.settings)
         self.saves = BridgeSaves(self.trainer)
         self.trainer.add_part(self.saves)
         self._writer = ShardWriter(self.trainer.control, folders=3, pending=self.saves)

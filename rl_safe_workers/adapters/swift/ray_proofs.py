@@ -70,7 +70,7 @@ def _with_prover(original: Callable[..., None], waits: RayWaits, every: int) -> 
             waits.driver,
             every=every,
             announce=lambda: ray.get(first.rl_safe_prove.remote()),
-            sent=lambda: ray.get(first.rl_safe_sent.remote()),
+            sent=lambda: [ray.get(first.rl_safe_sent.remote())],
             engines=lambda: manager.rollout_actors,
         )
         manager.rl_safe_syncs = 0

@@ -29,7 +29,7 @@ class ProvedTransfer(PassThrough):
             waits,
             every=every,
             announce=lambda: manager.actor_wg.rl_safe_prove(),
-            sent=lambda: manager.actor_wg.rl_safe_sent(),
+            sent=lambda: [manager.actor_wg.rl_safe_sent()],
             engines=lambda: [replica.servers[0] for replica in manager.replicas],
         )
 

@@ -1,0 +1,66 @@
+"""NeMo RL's refits over our joint group, from each trainer straight into a real vLLM engine, and proved."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from rl_safe_workers.config import SeededModelConfig
+from rl_safe_workers.models.seeded import create_seeded_model
+from rl_safe_workers.ports import port_to_listen_on
+from tests.distributed.ranks import run_ranks, values
+from tests.nemo_rl.joint_refits import NORM, TRAINERS, Refit, take_part
+from tests.nemo_rl.source import needs_source
+from tests.nemo_rl.test_life import config_of
+
+pytestmark = [needs_source, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not there")]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("joint")
+    create_seeded_model(folder / "model", SeededModelConfig())
+    config, port = config_of(folder / "model", folder), port_to_listen_on("127.0.0.1")
+    return values(run_ranks(take_part, TRAINERS + 1, port, config, folder, timeout_s=180.0))
+
+
+@pytest.fixture(scope="module")
+def refits(ranks: list[Any]) -> dict[str, Refit]:
+    found: dict[str, Refit] = ranks[-1]
+    return found
+
+
+def test_each_trainer_sends_weights_that_it_holds(ranks: list[Any]) -> None:
+    specs = ranks[0]
+    assert {spec["source"] for spec in specs} == set(range(TRAINERS))
+    assert ranks[1] == [], "rank 0 tells the driver the plan"
+
+
+@pytest.mark.parametrize("name", ["first", "second", "wrong once"])
+def test_the_engine_holds_what_the_trainers_hold_after_a_step(name: str, refits: dict[str, Refit]) -> None:
+    refit = refits[name]
+    assert refit.error == ""
+    assert all(torch.equal(refit.held[name], weight) for name, weight in refit.sent.items())
+    assert refit.metrics["rl_safe/sync_not_proved"] == 0
+    assert refit.metrics["rl_safe/sync_redone"] == (name == "wrong once")
+
+
+def test_steps_change_the_weights(refits: dict[str, Refit]) -> None:
+    """Else the test before would not notice an engine that keeps old weights."""
+    first, second = refits["first"].sent, refits["second"].sent
+    assert not any(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_every_weight_is_proved(ranks: list[Any], refits: dict[str, Refit]) -> None:
+    assert refits["second"].metrics["rl_safe/sync_proved"] == len(ranks[0]) > 10
+
+
+def test_a_refit_that_is_wrong_twice_ends_with_the_weight(refits: dict[str, Refit]) -> None:
+    assert re.match(
+        f"WeightSyncError: the refit has put wrong weights into an engine, twice: .*{re.escape(NORM)}: ",
+        (refits["wrong twice"].error),
+    )
