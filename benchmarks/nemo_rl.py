@@ -335,24 +335,37 @@ def _rows_of_calls(name: str, ours: Sequence[float], stock: Sequence[float], goa
     ]
 
 
-def _refits(folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
-    """Times our job's refits of a large model, over NeMo RL's own transport. Every other refit is proved."""
-    size, model = ("5 B", MODELS["5 B"]) if gpu_bytes() >= LARGEST_GIB * 2**30 else ("3 B", LARGE)
-    path = folder / size.replace(" ", "_")
-    _make_model(path, model)
-    overrides = (f"grpo.max_num_steps={REFIT_STEPS}", "checkpointing.enabled=false", "++rl_safe.prove_sync_freq=2")
-    ours, _ = _pair(folder, APART, *overrides, prefix="r")
-    (run,) = _run([replace(ours, model=path.name)], out, report, TURNS_S)
-    proved, plain = (_seconds(run, PROVED_REFIT)[first::2] for first in (2, 3))
-    name = f"refits of {size}, apart"
-    rows = [gpu_row(f"{name}: exit code", "", _code(run), at_most(0))]
-    if plain:
-        weights_gib = sum(file.stat().st_size for file in (path / "model").glob("*.safetensors")) / 2**30
-        rows += [
-            gpu_row(f"{name}: rate of one that is not proved", "GiB/s", weights_gib / median(plain), at_least(0)),
-            gpu_row(f"{name}: a proved one, against another", "s", median(proved), at_most(1.25), median(plain)),
-        ]
-    return rows
+def _refits(transport: str) -> Callable[[Path, Path, Callable[[str], None]], list[Row]]:
+    """Returns a part that times our job's refits of a large model. Every other refit is proved.
+
+    Args:
+        transport: The setting ``rl_safe.refit_transport``.
+    """
+
+    def run(folder: Path, out: Path, report: Callable[[str], None]) -> list[Row]:
+        size, model = ("5 B", MODELS["5 B"]) if gpu_bytes() >= LARGEST_GIB * 2**30 else ("3 B", LARGE)
+        path = folder / size.replace(" ", "_")
+        _make_model(path, model)
+        overrides = (
+            f"grpo.max_num_steps={REFIT_STEPS}",
+            "checkpointing.enabled=false",
+            "++rl_safe.prove_sync_freq=2",
+            f"++rl_safe.refit_transport={transport}",
+        )
+        ours, _ = _pair(folder, APART, *overrides, prefix=f"r{transport[0]}")
+        (found,) = _run([replace(ours, model=path.name)], out, report, TURNS_S)
+        proved, plain = (_seconds(found, PROVED_REFIT)[first::2] for first in (2, 3))
+        name = f"refits of {size}, apart, {transport}"
+        rows = [gpu_row(f"{name}: exit code", "", _code(found), at_most(0))]
+        if plain:
+            weights_gib = sum(file.stat().st_size for file in (path / "model").glob("*.safetensors")) / 2**30
+            rows += [
+                gpu_row(f"{name}: rate of one that is not proved", "GiB/s", weights_gib / median(plain), at_least(0)),
+                gpu_row(f"{name}: a proved one, against another", "s", median(proved), at_most(1.25), median(plain)),
+            ]
+        return rows
+
+    return run
 
 
 def _async_saves(recipe: str) -> Callable[[Path, Path, Callable[[str], None]], list[Row]]:
@@ -550,7 +563,8 @@ PARTS: Mapping[str, Callable[[Path, Path, Callable[[str], None]], list[Row]]] = 
     "saves-colocated": _async_saves(COLOCATED),
     "steps-apart": _steps(APART),
     "steps-colocated": _steps(COLOCATED),
-    "refits": _refits,
+    "refits": _refits("host"),
+    "joint-refits": _refits("joint"),
     "outside": _outside,
 }
 """The parts that are not in `FAULTS`."""
@@ -561,6 +575,7 @@ COMMANDS = (
     ("steps-colocated",),
     ("steps-apart",),
     ("refits",),
+    ("joint-refits",),
     ("saves-colocated",),
     ("saves-apart",),
     ("step", "save", "refit"),

@@ -128,16 +128,19 @@ def test_steps_are_compared_in_turns(source: Path, monkeypatch: pytest.MonkeyPat
     assert rows[f"{name}, ours, outside of the host's method, median"].ours == pytest.approx(20, abs=10)
 
 
-@pytest.mark.parametrize(("memory_gib", "size"), [(139, "5 B"), (79, "3 B")])
+@pytest.mark.parametrize(
+    ("part", "transport", "memory_gib", "size"), [("refits", "host", 139, "5 B"), ("joint-refits", "joint", 79, "3 B")]
+)
 def test_proved_refits_are_compared_with_others(
-    source: Path, monkeypatch: pytest.MonkeyPatch, memory_gib: int, size: str
+    source: Path, monkeypatch: pytest.MonkeyPatch, part: str, transport: str, memory_gib: int, size: str
 ) -> None:
     monkeypatch.setattr(nemo_rl, "_make_model", lambda *_: None)
     monkeypatch.setattr(nemo_rl, "gpu_bytes", lambda: memory_gib * 2**30)
     model = source / size.replace(" ", "_") / "model"
     model.mkdir(parents=True)
     (model / "model.safetensors").write_bytes(bytes(2**20))
-    rows, name = _by_name(nemo_rl.PARTS["refits"](source, source / "out", _quiet)), f"refits of {size}, apart"
+    rows = _by_name(nemo_rl.PARTS[part](source, source / "out", _quiet))
+    name = f"refits of {size}, apart, {transport}"
     assert rows[f"{name}: exit code"].met
     assert rows[f"{name}: a proved one, against another"].ratio == pytest.approx(1, abs=0.5)
     assert 0 < rows[f"{name}: rate of one that is not proved"].ours < 2**-10 / 0.03
