@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -86,7 +86,7 @@ class _Policy:
     """NeMo RL's, over the trainers."""
 
     def __init__(self, folder: Path) -> None:
-        self.worker_group = SimpleNamespace(workers=[_Actor(folder / f"trainer{rank}") for rank in range(TRAINERS)])
+        self.worker_group = SimpleNamespace(workers=[_Actor(folder / f"t{rank}") for rank in range(TRAINERS)])
 
     def _all(self, name: str, *args: Any) -> list[_Answer]:
         return [getattr(worker, name).remote(*args) for worker in self.worker_group.workers]
@@ -117,10 +117,20 @@ class Refit:
     """The same weights of the trainers."""
 
 
-def take_part(rank: int, port: int, config: dict[str, Any], folder: Path) -> dict[str, Refit] | list[dict[str, Any]]:
-    """Trainers return the sources of their weights; the last process returns the refits."""
+def take_part(
+    rank: int, port: int, config: dict[str, Any], folder: Path, options: dict[str, Any]
+) -> dict[str, Refit] | list[dict[str, Any]]:
+    """Trainers return the sources of their weights; the last process returns the refits.
+
+    Args:
+        rank: Of the trainers, then of the driver.
+        port: Of the trainers' default group.
+        config: NeMo RL's node ``policy``.
+        folder: For the trainers' sockets.
+        options: Further options of the engine.
+    """
     if rank == TRAINERS:
-        return _drive(Path(config["model_name"]), folder)
+        return _drive(Path(config["model_name"]), folder, options)
     worker = start(rank, port, config, size=TRAINERS, workers=TRAINERS)
     # Megatron-Bridge's part, which the tests of Megatron-Bridge show.
     worker.megatron_bridge = worker.refit_conversion_tasks = None
@@ -131,7 +141,7 @@ def take_part(rank: int, port: int, config: dict[str, Any], folder: Path) -> dic
     plans: list[dict[str, Any]] = []
     plan = worker.rl_safe_plan_refits
     worker.rl_safe_plan_refits = lambda: plans.append(plan()) or plans[-1]
-    serve(worker, folder / f"trainer{rank}")
+    serve(worker, folder / f"t{rank}")
     return [spec for found in plans if found is not None for spec in found["specs"]]
 
 
@@ -160,16 +170,20 @@ def _flipping(engine: Any, times: int) -> Iterator[None]:
         del transfer.finish_weight_update
 
 
-def _drive(model: Path, folder: Path) -> dict[str, Refit]:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    import_without_gpus()
-    from rl_safe_workers.adapters.nemo_rl import vllm_extension
+def _held(engine: Any) -> dict[str, torch.Tensor]:
+    (transfer,) = engine.llm.collective_rpc(lambda wrapper: wrapper.worker._rl_safe_transfer)
+    parameters = dict(transfer.model.named_parameters())
+    return {name: parameters[own].detach().clone() for name, own in HELD.items()}
 
+
+def _drive(model: Path, folder: Path, options: dict[str, Any]) -> dict[str, Refit]:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    import_without_gpus()
     torch.compiler.set_stance("force_eager")
     sync_prover.ray = guarded_driver.ray = SimpleNamespace(get=_get, put=lambda value: value)
     guarded_driver.SyncProver = Watched  # type: ignore[misc]
-    kind = vllm_extension.SafeVllmExtension
-    _, generation = made(model, f"{kind.__module__}.{kind.__name__}")
+    _, generation = made(model, "tests.nemo_rl.joint_extension.SafeVllmExtension", **options)
     generation.colocate(False)
     loops = Loops(_get)
     loops.VllmGeneration = proved_refits.Generation  # type: ignore[attr-defined]
@@ -187,20 +201,18 @@ def _drive(model: Path, folder: Path) -> dict[str, Refit]:
             _get(policy._all("train", reference.random_batch(rows=4)))
             error = ""
             try:
-                with _flipping(generation._engine, flips):
+                with _flipping(generation._engine, flips) if flips else nullcontext():
                     loops.refit_policy_generation(policy, generation, False, _refit_buffer_size_gb=1.0)
             except Exception as raised:
                 error = f"{type(raised).__name__}: {raised}"
-            (transfer,) = generation._engine.llm.collective_rpc(lambda wrapper: wrapper.worker._rl_safe_transfer)
-            parameters = dict(transfer.model.named_parameters())
-            held = {name: parameters[own].detach().clone() for name, own in HELD.items()}
-            sent = _get(policy._all("exported"))[0]
-            found[name] = Refit(Watched.last, error, held, sent)
+            held = {} if options else _held(generation._engine)
+            found[name] = Refit(Watched.last, error, held, _get(policy._all("exported"))[0])
 
         refit("first")
         refit("second")
-        refit("wrong once", flips=1)
-        refit("wrong twice", flips=2)
+        if not options:  # the engine is in this process
+            refit("wrong once", flips=1)
+            refit("wrong twice", flips=2)
     generation.shutdown()
     for worker in policy.worker_group.workers:
         worker.hang_up()

@@ -192,8 +192,22 @@ class Generation:
         self._engine.llm.llm_engine.engine_core.shutdown()
 
 
-def made(path: Path, extension: str) -> tuple[Policy, Generation]:
-    """Makes both over an engine with NeMo RL's own worker of generation, whose part of vLLM's worker is given."""
+def remove_conflicts() -> None:
+    """Removes a method of NeMo RL for other refits. The vLLM of these tests has one of that name."""
+    from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension as Stock
+
+    if "synchronize_device" in vars(Stock):
+        del Stock.synchronize_device
+
+
+def made(path: Path, extension: str, **options: Any) -> tuple[Policy, Generation]:
+    """Makes both over an engine with NeMo RL's own worker of generation, whose part of vLLM's worker is given.
+
+    Args:
+        path: The model's folder.
+        extension: Our part of vLLM's worker.
+        **options: Further options of the engine.
+    """
     from nemo_rl.models.generation.vllm import vllm_backend
 
     from rl_safe_workers.adapters.nemo_rl import generation_workers
@@ -203,13 +217,13 @@ def made(path: Path, extension: str) -> tuple[Policy, Generation]:
     vllm_backend.rebuild_cuda_tensor_from_ipc = lambda handle, device: handle
     vllm_backend.packed_broadcast_consumer = _receive
     stock = vllm_backend.VllmInternalWorkerExtension
-    if "synchronize_device" in vars(stock):
-        del stock.synchronize_device  # for other refits; the vLLM of these tests has one of its own, NeMo RL's has none
+    remove_conflicts()
     engine = object.__new__(generation_workers.SafeGenerationWorkerImpl)
     engine.cfg = {"vllm_cfg": {"async_engine": False}}
     engine._create_engine(
         {
             **SMALL_ENGINE,
+            **options,
             "model": str(path),
             "load_format": "dummy",
             "worker_extension_cls": f"{stock.__module__}.{stock.__name__}",

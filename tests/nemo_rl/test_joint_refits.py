@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +25,14 @@ pytestmark = [needs_source, pytest.mark.skipif(find_spec("vllm") is None, reason
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("joint")
     create_seeded_model(folder / "model", SeededModelConfig())
-    config, port = config_of(folder / "model", folder), port_to_listen_on("127.0.0.1")
-    return values(run_ranks(take_part, TRAINERS + 1, port, config, folder, timeout_s=180.0))
+    return _ranks(folder, {})
+
+
+def _ranks(folder: Path, options: dict[str, Any]) -> list[Any]:
+    own = folder / str(len(options))  # a short name, for sockets
+    own.mkdir()
+    config, port = config_of(folder / "model", own), port_to_listen_on("127.0.0.1")
+    return values(run_ranks(take_part, TRAINERS + 1, port, config, own, options, timeout_s=180.0))
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +64,19 @@ def test_steps_change_the_weights(refits: dict[str, Refit]) -> None:
 
 def test_every_weight_is_proved(ranks: list[Any], refits: dict[str, Refit]) -> None:
     assert refits["second"].metrics["rl_safe/sync_proved"] == len(ranks[0]) > 10
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_expert_parallel": True}], ids=["tensor parallel", "expert parallel"])
+def test_workers_of_an_engine_get_their_parts(
+    options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("parts")
+    create_seeded_model(folder / "model", SeededModelConfig())
+    *trainers, refits = _ranks(folder, {"tensor_parallel_size": 2, **options})
+    for refit in refits.values():
+        assert refit.error == ""
+        assert refit.metrics["rl_safe/sync_not_proved"] == refit.metrics["rl_safe/sync_redone"] == 0
+        assert refit.metrics["rl_safe/sync_proved"] == len(trainers[0])
 
 
 def test_a_refit_that_is_wrong_twice_ends_with_the_weight(refits: dict[str, Refit]) -> None:

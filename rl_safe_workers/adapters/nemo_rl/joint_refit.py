@@ -64,18 +64,14 @@ class _Weights:
 
 
 class JointRefit:
-    """Sends a worker's weights over the joint group.
-
-    Attributes:
-        has_joined: True if refits go over the joint group. Stays True after a failure, so that later refits fail, too.
-    """
+    """Sends a worker's weights over the joint group. After a failure, later refits fail, too."""
 
     def __init__(self, trainer: SafeTrainer, settings: NemoRlSettings) -> None:
         """Joins nothing yet."""
         self._trainer, self._settings = trainer, settings
         self._store: Any = None
         """On training rank 0, the server of the joint world's store."""
-        self._proves = self.has_joined = False
+        self._proves = False
 
     def plan(self, worker: Any, announced: Announced) -> Plan | None:
         """Finds out which rank sends which weight. Collective over: the training world.
@@ -135,7 +131,6 @@ class JointRefit:
             secret=address.secret,
         )
         trainer.weights.join(size, engine=engine_ranks(**engine), control=control)
-        self.has_joined = True
 
     def send(self) -> None:
         """Sends all weights. Collective over: the joint group.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from rl_safe_workers.adapters.host_settings import name_host_timeouts
-from rl_safe_workers.adapters.nemo_rl.joint_refit import Plan
+from rl_safe_workers.adapters.nemo_rl.joint_refit import JointRefit, Plan
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import TIMEOUT, worker_settings
 from rl_safe_workers.adapters.nemo_rl.policy_process import PolicyProcess
 from rl_safe_workers.adapters.rank_answers import listen
@@ -129,15 +129,17 @@ class SafePolicyMixin:
 
     def rl_safe_plan_refits(self) -> Plan | None:
         """Finds out which rank sends which weight; see `JointRefit.plan`. Collective over: the training world."""
+        self.safe.joint_refit = JointRefit(self.safe.trainer, self.safe.settings)
         return self.safe.joint_refit.plan(self, self._announced)
 
     def rl_safe_join(self, address: StoreAddress, rollout_ranks: Sequence[int], engine: Mapping[str, Any]) -> None:
         """Joins our joint group; see `JointRefit.join`. Collective over: trainers and rollout ranks."""
+        assert self.safe.joint_refit is not None, "the driver has asked for the plan"
         self.safe.joint_refit.join(address, rollout_ranks=rollout_ranks, engine=engine)
 
     def broadcast_weights_for_collective(self, *args: Any, **kwargs: Any) -> Any:
         """Sends weights over the communicator with the rollout ranks, or over our joint group, as phase ``sync``."""
-        if self.safe.joint_refit.has_joined:
+        if self.safe.joint_refit is not None:
             return self.safe.joint_refit.send()
         send = super().broadcast_weights_for_collective  # type: ignore[misc]
         return self.safe.sync(lambda: send(*args, **kwargs), reads=self.model)
@@ -226,7 +228,7 @@ class SafePolicyMixin:
 
     def rl_safe_prove(self) -> None:
         """Begins to take digests of the weights in the next refit."""
-        if self.safe.joint_refit.has_joined:
+        if self.safe.joint_refit is not None:
             self.safe.joint_refit.prove()
         else:
             self.safe.prove_sync()
@@ -234,7 +236,7 @@ class SafePolicyMixin:
     def rl_safe_sent(self) -> SentWeights:
         """Returns the digests taken since `rl_safe_prove`, and stops taking them."""
         refit = self.safe.joint_refit
-        return refit.sent if refit.has_joined else self.safe.sent_weights()
+        return self.safe.sent_weights() if refit is None else refit.sent
 
     def rl_safe_report(self) -> dict[str, float]:
         """Returns this rank's metrics of the adapter, by name. Not collective."""

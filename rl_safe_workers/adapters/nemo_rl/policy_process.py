@@ -80,10 +80,8 @@ class PolicyProcess(HostedTrainer):
         import_groups: Number of groups that an import has made and that were then ended.
         distributed_optimizer: Whether the optimizer's state is sharded over data-parallel ranks.
         saves: The save in the background; None until the world exists.
+        joint_refit: Sends refits over our joint group; None if they go NeMo RL's way.
     """
-
-    joint_refit: JointRefit
-    """Sends weights over our joint group, once it has joined it. Set by the host's constructor."""
 
     def __init__(self, settings: NemoRlSettings) -> None:
         """Records the settings, and does nothing else."""
@@ -95,6 +93,7 @@ class PolicyProcess(HostedTrainer):
         """The phase to report if the constructor fails outside of the lifecycle's phases."""
         self.distributed_optimizer = True
         self.saves: BridgeSaves | None = None
+        self.joint_refit: JointRefit | None = None
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -160,7 +159,6 @@ class PolicyProcess(HostedTrainer):
                 "groups would wait for the other ranks; this adapter needs a default group of policy workers only"
             )
         self.take_world(self.settings.rl_safe(), comms=NemoRlComms(), outside_timeout=self._outside_timeout)
-        self.joint_refit = JointRefit(self.trainer, self.settings)
         self.saves = BridgeSaves(self.trainer)
         self.trainer.add_part(self.saves)
         self._writer = ShardWriter(self.trainer.control, folders=3, pending=self.saves)
