@@ -7,6 +7,7 @@ each task runs on the ranks that have its parameter, and only tensor parallelism
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from rl_safe_workers.comms.json_gather import gather_json
 from rl_safe_workers.models.own_weights import OwnWeight, is_first_replica, own_weight
@@ -26,7 +28,7 @@ _EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+|\d+$")
 
 
 class _Alone:
-    """Stands for a process group of this rank alone. The library asks a group only for its size and its rank."""
+    """Stands for a process group of this rank alone. The library then runs no collective, and asks only for these."""
 
     def size(self) -> int:
         return 1
@@ -35,6 +37,7 @@ class _Alone:
         return 0
 
 
+_SET_GROUPS = "set_process_groups_from_pg_collection"
 _NO_GATHER = SimpleNamespace(pp=_Alone(), ep=_Alone())
 """Groups for `set_process_groups_from_pg_collection`. The library keeps its groups for the kinds that are not here."""
 
@@ -57,8 +60,9 @@ def own_weights_of_tasks(
         for all experts, which are on several ranks.
     """
     own, kinds, tasks = [], dict[tuple[int, str], int](), list(tasks)
-    if any(".to_wrap." in task.global_param_name for task in tasks):
-        return "an export merges LoRA adapters into the weights"
+    problems = gather_json(_problem(auto_bridge, tasks), group=dist.group.WORLD)  # type: ignore[arg-type]
+    if found := next(filter(None, problems), None):
+        return str(found)
     for position, task in enumerate(tasks):
         if task.param_weight is None:
             continue  # another pipeline stage has it
@@ -69,6 +73,20 @@ def own_weights_of_tasks(
             own.append(_of_task(auto_bridge, list(models), task, place))
     obstacle = _difference(own, announced)
     return own if obstacle is None else obstacle
+
+
+def _problem(auto_bridge: Any, tasks: Sequence[Any]) -> str | None:
+    """Returns the reason why the tasks of this rank cannot be run alone; None if there is no such reason."""
+    if "merge_adapter_weights" not in inspect.signature(auto_bridge.export_hf_weights).parameters:
+        return "this Megatron-Bridge cannot leave LoRA adapters alone"
+    for task in tasks:
+        if ".to_wrap." in task.global_param_name:
+            return "an export merges LoRA adapters into the weights"
+        if isinstance(task.param_weight, DTensor):
+            return f"{task.global_param_name} is a DTensor"
+        if not hasattr(type(task.mapping), _SET_GROUPS):
+            return f"the mapping of {task.global_param_name} cannot do without other ranks"
+    return None
 
 
 def _of_task(auto_bridge: Any, models: list[torch.nn.Module], task: Any, place: tuple[int, ...]) -> OwnWeight:
@@ -97,7 +115,7 @@ def _without_gathers(mapping: Any) -> Any:
     for name, value in vars(mapping).items():
         if isinstance(value, dict):
             setattr(alone, name, dict(value))  # caches
-        elif hasattr(value, "set_process_groups_from_pg_collection"):
+        elif hasattr(type(value), _SET_GROUPS):
             setattr(alone, name, _without_gathers(value))
     alone.set_process_groups_from_pg_collection(_NO_GATHER)
     return alone
@@ -118,7 +136,7 @@ def _difference(own: Sequence[OwnWeight], announced: Announced) -> str | None:
     built: dict[str, tuple[list[int], str]] = {}
     for name, shape, dtype in (entry for of_rank in gather_json(mine, group=dist.group.WORLD) for entry in of_rank):  # type: ignore[arg-type]
         if name in built:
-            return f"two ranks can build {name}"
+            return f"{name} would be built twice"
         built[name] = shape, dtype
     wanted = {name: ([*shape], dtype_name(dtype)) for name, (shape, dtype) in announced.items()}
     for name in sorted(built.keys() ^ wanted.keys()):

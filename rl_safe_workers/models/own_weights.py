@@ -19,6 +19,10 @@ Convert = Callable[[str, list[torch.Tensor], Shard], tuple[Sequence[str], Sequen
 """Function from a parameter's global name, its tensor-parallel shards and its description to HF names and weights."""
 
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Classes of parameters whose memory is read as it is. A quantised parameter has a class of its own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnWeight:
     """The HF weights built from one parameter, on the ranks of the tensor-parallel group that builds them."""
@@ -149,7 +153,8 @@ def own_weight(
         is_source: As `OwnWeight.is_source`.
     """
     names, weights = convert()
-    views = _views(weights, parameter.detach())
+    is_plain = type(parameter) in PLAIN
+    views = _views(weights, parameter.detach()) if is_plain else None
     return OwnWeight(
         place=place,
         names=tuple(names),
@@ -158,7 +163,7 @@ def own_weight(
         is_split=is_split and views is None,
         is_source=is_source,
         make=(lambda: convert()[1]) if views is None else lambda: [view.of(parameter.detach()) for view in views],
-        parameter=parameter if _is_all_of(parameter, weights) else None,
+        parameter=parameter if is_plain and _is_all_of(parameter, weights) else None,
     )
 
 

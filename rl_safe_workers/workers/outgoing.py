@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rl_safe_workers.comms.json_gather import gather_json
 from rl_safe_workers.compat.torch_copies import copy_each
 from rl_safe_workers.errors import WeightSyncError
-from rl_safe_workers.models.own_weights import OwnWeight
+from rl_safe_workers.models.own_weights import PLAIN, OwnWeight
 from rl_safe_workers.rollout.cuts import BucketPart
 from rl_safe_workers.rollout.digest import digests as digests_of
 from rl_safe_workers.rollout.digest import prepared
@@ -29,8 +29,6 @@ Items = Iterator[tuple[tuple[str, ...], Sequence[torch.Tensor]]]
 """Yields items: the names of some weights, and tensors whose memory is exactly these weights, one after another. The
 tensors of an item have one dtype, and the same shape except in the first dimension."""
 _NOTHING = (("nothing",), (torch.empty(0),))
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Classes of parameters that ``torch.cat`` joins byte for byte. A quantised parameter has a class of its own."""
 
 
 @dataclass(slots=True)
@@ -340,8 +338,8 @@ def _runs_of(weights: Sequence[OwnWeight], adjacent: Adjacent) -> list[_Run]:
 def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Returns True if ``torch.cat`` joins two parameters along their first dimension, byte for byte."""
     return (
-        type(one) in _PLAIN
-        and type(other) in _PLAIN
+        type(one) in PLAIN
+        and type(other) in PLAIN
         and one.numel() > 0
         and one.dim() > 0
         and (one.dtype, one.dim(), one.shape[1:]) == (other.dtype, other.dim(), other.shape[1:])

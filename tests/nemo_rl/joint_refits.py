@@ -117,10 +117,20 @@ class Refit:
     """The same weights of the trainers."""
 
 
+@dataclass(frozen=True)
+class Sender:
+    """A trainer's side of the refits."""
+
+    specs: list[dict[str, Any]]
+    """The weights, if it told the driver."""
+    share: float
+    """Bytes sent, for each byte of the weights."""
+
+
 def take_part(
     rank: int, port: int, config: dict[str, Any], folder: Path, options: dict[str, Any]
-) -> dict[str, Refit] | list[dict[str, Any]]:
-    """Trainers return the sources of their weights; the last process returns the refits.
+) -> dict[str, Refit] | Sender:
+    """Trainers return what they sent; the last process returns the refits.
 
     Args:
         rank: Of the trainers, then of the driver.
@@ -142,7 +152,9 @@ def take_part(
     plan = worker.rl_safe_plan_refits
     worker.rl_safe_plan_refits = lambda: plans.append(plan()) or plans[-1]
     serve(worker, folder / f"t{rank}")
-    return [spec for found in plans if found is not None for spec in found["specs"]]
+    ((buckets, _),) = worker.safe.trainer.weights._buckets.values()
+    whole, sent = sum(bucket.size_bytes for bucket, _ in buckets), sum(parts[-1].end for _, parts in buckets)
+    return Sender([spec for found in plans if found is not None for spec in found["specs"]], sent / whole)
 
 
 HELD = {NORM: "model.norm.weight", "lm_head.weight": "lm_head.weight"}
@@ -189,7 +201,7 @@ def _drive(model: Path, folder: Path, options: dict[str, Any]) -> dict[str, Refi
     loops.VllmGeneration = proved_refits.Generation  # type: ignore[attr-defined]
     found: dict[str, Refit] = {}
     with ExitStack() as ends:
-        driver = GuardedDriver(NemoRlSettings().timeouts, ends, evidence=Path("failure"), prove_sync_freq=1, joins=True)
+        driver = GuardedDriver(NemoRlSettings().timeouts, ends, evidence=Path("failure"), prove_sync_freq=2, joins=True)
         driver.guard_setup(loops)
         policy = driver.making(_Policy)(folder)
         driver.generation = generation
@@ -209,9 +221,12 @@ def _drive(model: Path, folder: Path, options: dict[str, Any]) -> dict[str, Refi
             found[name] = Refit(Watched.last, error, held, _get(policy._all("exported"))[0])
 
         refit("first")
-        refit("second")
+        refit("not proved")
+        refit("third")
         if not options:  # the engine is in this process
+            refit("fourth")
             refit("wrong once", flips=1)
+            refit("sixth")
             refit("wrong twice", flips=2)
     generation.shutdown()
     for worker in policy.worker_group.workers:

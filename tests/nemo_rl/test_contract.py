@@ -12,6 +12,7 @@ from rl_safe_workers.adapters.host_contract import HostName, HostText, find, lac
 from rl_safe_workers.adapters.nemo_rl.contract import (
     BRIDGE_NAMES,
     BRIDGE_TEXTS,
+    JOINT_NAMES,
     JOINT_TEXTS,
     NAMES,
     PROOF_NAMES,
@@ -52,10 +53,15 @@ def test_the_host_does_what_we_rely_on(expected: HostText, root: str) -> None:
 
 @needs_source
 @each_source
-def test_the_host_has_what_our_engines_rely_on(root: str) -> None:
+def test_the_host_has_what_a_proof_of_refits_relies_on(root: str) -> None:
     if find(Path(root), PROOF_NAMES[0].file, PROOF_NAMES[0].name.partition(".")[0]) is None:
         pytest.skip("a version before v0.7.0, which is refused")
-    check_host(Path(root), PROOF_NAMES, (*PROOF_TEXTS, *JOINT_TEXTS))
+    check_host(Path(root), PROOF_NAMES, PROOF_TEXTS)
+
+
+@needs_source
+def test_the_newest_host_has_what_a_refit_over_our_joint_group_relies_on() -> None:
+    check_host(Path(SOURCES[0]), JOINT_NAMES, JOINT_TEXTS)
 
 
 @needs_bridge
@@ -133,6 +139,6 @@ def test_a_host_that_lacks_a_name_is_refused_unless_nobody_calls_it_then(expecte
 
 def test_the_page_lists_every_name_with_its_parameters() -> None:
     page = (Path(__file__).parents[2] / "docs" / "nemo_rl.md").read_text()
-    for expected in (*NAMES, *PROOF_NAMES, *BRIDGE_NAMES):
+    for expected in (*NAMES, *PROOF_NAMES, *JOINT_NAMES, *BRIDGE_NAMES):
         signature = f"({', '.join(expected.parameters)})" if expected.parameters else ""
         assert f"| {expected.file} | `{expected.name}{signature}` |" in page

@@ -42,41 +42,52 @@ def refits(ranks: list[Any]) -> dict[str, Refit]:
 
 
 def test_each_trainer_sends_weights_that_it_holds(ranks: list[Any]) -> None:
-    specs = ranks[0]
-    assert {spec["source"] for spec in specs} == set(range(TRAINERS))
-    assert ranks[1] == [], "rank 0 tells the driver the plan"
+    assert {spec["source"] for spec in ranks[0].specs} == set(range(TRAINERS))
+    assert ranks[1].specs == [], "rank 0 tells the driver the plan"
+    assert [rank.share for rank in ranks[:TRAINERS]] == [1] * TRAINERS
 
 
-@pytest.mark.parametrize("name", ["first", "second", "wrong once"])
+@pytest.mark.parametrize("name", ["first", "not proved", "third", "wrong once"])
 def test_the_engine_holds_what_the_trainers_hold_after_a_step(name: str, refits: dict[str, Refit]) -> None:
     refit = refits[name]
     assert refit.error == ""
     assert all(torch.equal(refit.held[name], weight) for name, weight in refit.sent.items())
-    assert refit.metrics["rl_safe/sync_not_proved"] == 0
-    assert refit.metrics["rl_safe/sync_redone"] == (name == "wrong once")
 
 
 def test_steps_change_the_weights(refits: dict[str, Refit]) -> None:
     """Else the test before would not notice an engine that keeps old weights."""
-    first, second = refits["first"].sent, refits["second"].sent
+    first, second = refits["first"].sent, refits["not proved"].sent
     assert not any(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_every_weight_is_proved(ranks: list[Any], refits: dict[str, Refit]) -> None:
-    assert refits["second"].metrics["rl_safe/sync_proved"] == len(ranks[0]) > 10
+@pytest.mark.parametrize("name", ["first", "third", "wrong once"])
+def test_every_weight_is_proved(name: str, ranks: list[Any], refits: dict[str, Refit]) -> None:
+    metrics = refits[name].metrics
+    assert metrics["rl_safe/sync_proved"] == len(ranks[0].specs) > 10
+    assert metrics["rl_safe/sync_not_proved"] == 0
+    assert metrics["rl_safe/sync_redone"] == (name == "wrong once")
 
 
-@pytest.mark.parametrize("options", [{}, {"enable_expert_parallel": True}], ids=["tensor parallel", "expert parallel"])
+def test_only_refits_that_are_due_are_proved(refits: dict[str, Refit]) -> None:
+    assert refits["not proved"].metrics == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [({}, 1.3), ({"enable_expert_parallel": True}, 1.9)],  # each worker gets all experts
+    ids=["tensor parallel", "expert parallel"],
+)
 def test_workers_of_an_engine_get_their_parts(
-    options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+    options: dict[str, Any], share: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("parts")
     create_seeded_model(folder / "model", SeededModelConfig())
     *trainers, refits = _ranks(folder, {"tensor_parallel_size": 2, **options})
-    for refit in refits.values():
-        assert refit.error == ""
-        assert refit.metrics["rl_safe/sync_not_proved"] == refit.metrics["rl_safe/sync_redone"] == 0
-        assert refit.metrics["rl_safe/sync_proved"] == len(trainers[0])
+    assert all(1 < trainer.share < share for trainer in trainers)
+    for name in ("first", "third"):
+        metrics = refits[name].metrics
+        assert (metrics["rl_safe/sync_not_proved"], metrics["rl_safe/sync_redone"], refits[name].error) == (0, 0, "")
+        assert metrics["rl_safe/sync_proved"] == len(trainers[0].specs)
 
 
 def test_a_refit_that_is_wrong_twice_ends_with_the_weight(refits: dict[str, Refit]) -> None:

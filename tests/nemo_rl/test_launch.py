@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rl_safe_workers.adapters.nemo_rl import launch
-from rl_safe_workers.adapters.nemo_rl.contract import NAMES, PROOF_NAMES
+from rl_safe_workers.adapters.nemo_rl.contract import JOINT_NAMES, NAMES, PROOF_NAMES
 from rl_safe_workers.adapters.nemo_rl.generation_setup import BUILDER_MODULE, WORKERS, check_generation
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NODE, VARIABLE, NemoRlSettings, worker_settings
 from rl_safe_workers.errors import ConfigError
@@ -60,7 +60,7 @@ def ends() -> Iterator[ExitStack]:
 
 
 def _source(folder: Path, *, without: str = "") -> Path:
-    return write_source(folder / "nemo-rl", without=without, names=(*NAMES, *PROOF_NAMES))
+    return write_source(folder / "nemo-rl", without=without, names=(*NAMES, *PROOF_NAMES, *JOINT_NAMES))
 
 
 def _master(**more: Any) -> Any:

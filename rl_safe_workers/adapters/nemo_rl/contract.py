@@ -431,19 +431,22 @@ PROOF_NAMES: tuple[HostName, ...] = (
         why="likewise",
     ),
     HostName(
-        file=f"{_VLLM_FILES}/vllm_backend.py",
-        name="VllmInternalWorkerExtension._load_weights",
-        parameters=("self", "weights"),
-        why="loads what comes over our joint group",
-    ),
-    HostName(
         file="nemo_rl/distributed/worker_group_utils.py",
         name="get_nsight_config_if_pattern_matches",
         parameters=("worker_name",),
         why="options of the actor",
     ),
 )
-"""The additional names that a proof of refits, and a refit over our joint group, need."""
+"""The additional names that a proof of refits needs, and also a refit over our joint group."""
+JOINT_NAMES: tuple[HostName, ...] = (
+    HostName(
+        file=f"{_VLLM_FILES}/vllm_backend.py",
+        name="VllmInternalWorkerExtension._load_weights",
+        parameters=("self", "weights"),
+        why="loads what comes over our joint group",
+    ),
+)
+"""Further names that a refit over our joint group needs."""
 JOINT_TEXTS: tuple[HostText, ...] = (
     HostText(
         file=_WORKER,
@@ -458,7 +461,7 @@ JOINT_TEXTS: tuple[HostText, ...] = (
         why="likewise",
     ),
 )
-"""Texts that a refit over our joint group relies on, apart from `PROOF_NAMES` and `PROOF_TEXTS`."""
+"""Further texts that a refit over our joint group relies on."""
 PROOF_TEXTS: tuple[HostText, ...] = (
     HostText(
         file=_VLLM,

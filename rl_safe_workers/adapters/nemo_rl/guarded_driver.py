@@ -371,27 +371,34 @@ class GuardedDriver:
         @functools.wraps(stock)
         def prepare(generation: Any, *args: Any, **kwargs: Any) -> Any:
             found = stock(generation, *args, **kwargs)
-            self._waits.bounded(Phase.JOINT, "joining the rollout", functools.partial(self._join, generation))
+            engine, plan = self._waits.bounded(
+                Phase.SYNC, "the plan of the refits", functools.partial(self._plan, generation)
+            )
+            join = functools.partial(self._join, generation, engine, plan)
+            self._waits.bounded(Phase.JOINT, "joining the rollout", join)
             return found
 
         return prepare
 
-    def _join(self, generation: Any) -> None:
-        """Makes trainers and vLLM's workers join our joint group.
+    def _plan(self, generation: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the arguments of `cuts.engine_ranks` for each engine, and the trainers' plan; see `JointRefit.plan`.
 
         Raises:
-            ConfigError: If the engines cannot receive weights over it; says why.
+            ConfigError: If the engines cannot receive weights over our joint group; says why.
         """
-        trainers, leaders = self.policy.worker_group.workers, _leaders(generation.worker_group)
-        engines = ray.get([leader.rl_safe_engine.remote() for leader in leaders])
+        engines = ray.get([leader.rl_safe_engine.remote() for leader in _leaders(generation.worker_group)])
         for number, engine in enumerate(engines):
             if (obstacle := engine.pop("obstacle")) is not None:
                 raise ConfigError(
                     f"{NODE}.refit_transport=joint: engine {number} cannot take part: {obstacle}; set it to host"
                 )
-        engine = engines[0]
-        plans = ray.get([trainer.rl_safe_plan_refits.remote() for trainer in trainers])
+        plans = ray.get([trainer.rl_safe_plan_refits.remote() for trainer in self.policy.worker_group.workers])
         (plan,) = filter(None, plans)
+        return engines[0], plan
+
+    def _join(self, generation: Any, engine: dict[str, Any], plan: dict[str, Any]) -> None:
+        """Makes trainers and vLLM's workers join our joint group."""
+        trainers, leaders = self.policy.worker_group.workers, _leaders(generation.worker_group)
         address = StoreAddress(host=plan["host"], port=plan["port"], secret=bytes.fromhex(plan["secret"]))
         ranks = list(range(len(leaders) * engine["size"]))
         info = ray.put({**plan, "rollout_ranks": ranks, "kv_heads": engine["kv_heads"]})

@@ -58,7 +58,8 @@ class _Weights:
             worker.megatron_bridge, self.chunks, worker.refit_conversion_tasks, self._announced
         )
         if isinstance(found, str):
-            logger.warning("a refit gathers every weight on every training rank: %s", found)
+            if worker.rank == 0:
+                logger.warning("a refit gathers every weight on every training rank: %s", found)
             return None
         return found
 
@@ -122,6 +123,7 @@ class JointRefit:
         """
         trainer = self._trainer
         size = trainer.training_size + len(rollout_ranks)
+        torch.cuda.empty_cache()  # NCCL takes its memory beside torch's
         store = connect_store(address, timeout=trainer.timeout(Phase.JOINT))
         control = ControlPlane(
             store,

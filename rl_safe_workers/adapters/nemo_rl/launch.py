@@ -26,6 +26,7 @@ from rl_safe_workers.adapters.job_processes import (
     stopped_by,
 )
 from rl_safe_workers.adapters.nemo_rl.contract import (
+    JOINT_NAMES,
     JOINT_TEXTS,
     NAMES,
     PROOF_NAMES,
@@ -107,8 +108,10 @@ def use_safe_engines(policy: Mapping[str, Any], ends: ExitStack, settings: NemoR
     check_generation(policy.get("generation"), settings)
     setting, remedy = wants
     advice = f"use v0.7.0 or a newer one, or set {remedy}"
-    texts = (*PROOF_TEXTS, *JOINT_TEXTS) if settings.refit_transport == "joint" else PROOF_TEXTS
-    check_host(Path(nemo_rl.__file__).parents[1], PROOF_NAMES, texts, advice=advice)
+    names, texts = PROOF_NAMES, PROOF_TEXTS
+    if settings.refit_transport == "joint":
+        names, texts = names + JOINT_NAMES, texts + JOINT_TEXTS
+    check_host(Path(nemo_rl.__file__).parents[1], names, texts, advice=advice)
     for host_worker, worker in WORKERS.items():
         _enter(worker, host_worker)
     builder = functools.partial(safe_builder, setting=setting, remedy=remedy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,10 @@ from rl_safe_workers.rollout.vllm_transfer import JointInitInfo, JointUpdateInfo
 
 
 class SafeVllmExtension(ProvedWorker, VllmInternalWorkerExtension):
-    """NeMo RL's extension, made to read weights back. It reads all announced weights, even if some were not sent."""
+    """NeMo RL's extension, made to receive weights over our joint group, and to read weights back.
+
+    It reads all announced weights, even if some were not sent.
+    """
 
     state_dict_info: dict[str, tuple[Any, torch.dtype]]
     device: torch.device
@@ -28,7 +32,9 @@ class SafeVllmExtension(ProvedWorker, VllmInternalWorkerExtension):
         config = self.model_runner.vllm_config
         rank = engine_rank(config, self.rank)
         sizes = {"size": rank.size, "kv_heads": rank.kv_heads, "expert_parallel": rank.expert_parallel}
-        return {**sizes, "obstacle": obstacle(config)}
+        # NeMo RL loads its weights beside the model's, and converts them in its own way.
+        drafts = None if config.speculative_config is None else "it has a draft model"
+        return {**sizes, "obstacle": obstacle(config) or drafts}
 
     def rl_safe_join(self, first_rank: int, info: dict[str, Any]) -> None:
         """Joins our joint group. Collective over: trainers and rollout ranks.
@@ -49,6 +55,7 @@ class SafeVllmExtension(ProvedWorker, VllmInternalWorkerExtension):
             device=self.device,
             load=lambda weights: self._load_weights(list(weights)),
         )
+        torch.cuda.empty_cache()  # NCCL takes its memory beside torch's
         transfer.init_transfer_engine(JointInitInfo(rollout_rank=first_rank + rank, **info))
         self._rl_safe_transfer = transfer
 
@@ -64,9 +71,14 @@ class SafeVllmExtension(ProvedWorker, VllmInternalWorkerExtension):
         if self._rl_safe_transfer is None:
             return self._rl_safe_received(super().update_weights_from_collective)
         is_due, self._rl_safe_is_due = self._rl_safe_is_due, False
-        self._rl_safe_transfer.receive_weights(JointUpdateInfo(prove=is_due))
-        self._rl_safe_transfer.finish_weight_update()
-        self._rl_safe_last = self._rl_safe_transfer.held
+        transfer = self._rl_safe_transfer
+        transfer.receive_weights(JointUpdateInfo(prove=is_due))
+        goes_through_loaders = transfer.obstacle is not None
+        transfer.finish_weight_update()
+        self._rl_safe_last = transfer.held
+        if goes_through_loaders:  # they leave memory behind, which NeMo RL also gives back
+            gc.collect()
+            torch.cuda.empty_cache()
         return True
 
     def _rl_safe_received(self, receive: Callable[[], bool]) -> bool:
