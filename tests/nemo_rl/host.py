@@ -45,6 +45,7 @@ class Policy(MegatronPolicy):
             ),
             torch.device("cpu"),
         )
+        self.config.model.bridge = config.get("bridge", "auto")
 
 
 def setup_distributed() -> None:
