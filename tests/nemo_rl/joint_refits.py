@@ -228,6 +228,8 @@ def _drive(model: Path, folder: Path, options: dict[str, Any]) -> dict[str, Refi
             refit("wrong once", flips=1)
             refit("sixth")
             refit("wrong twice", flips=2)
+    generation._engine.rl_safe_leave()
+    assert _get(policy._all("rl_safe_end_groups")) == [{}] * TRAINERS
     generation.shutdown()
     for worker in policy.worker_group.workers:
         worker.hang_up()

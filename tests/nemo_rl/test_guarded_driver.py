@@ -84,6 +84,9 @@ class _Worker:
         self.call("join")
         self._told = told
 
+    def rl_safe_leave(self) -> None:
+        Path(self._plan["leaves"]).touch()
+
     def told(self) -> Any:
         return self._told
 
@@ -351,6 +354,15 @@ def test_all_ranks_join_once_the_engines_know_the_weights(ends) -> None:
     assert [ray.get(trainer.told.remote()) for trainer in trainers] == [(address, [0, 1, 2, 3], engine)] * 2
     info = {**PLAN, "rollout_ranks": [0, 1, 2, 3], "kv_heads": 4}
     assert [ray.get(engine.told.remote()) for engine in engines] == [(0, info), (2, info)]
+
+
+def test_engines_leave_when_the_trainers_leave(ends, tmp_path) -> None:
+    files = [tmp_path / name for name in "ab"]
+    engines = [_started(plan={"leaves": str(file)}) for file in files]
+    driver, _ = _set_up_joined(ends, *engines)
+    driver._end_in_order()
+    ray.get([engine.told.remote() for engine in engines])  # after the calls before it
+    assert all(file.exists() for file in files)
 
 
 def test_an_engine_that_does_not_join_our_group_is_named(ends) -> None:

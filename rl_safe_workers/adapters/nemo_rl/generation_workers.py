@@ -28,6 +28,10 @@ class SafeGenerationWorkerImpl(VllmGenerationWorkerImpl):
         """Calls `SafeVllmExtension.rl_safe_join` on vLLM's workers. Collective over: trainers and rollout ranks."""
         self.llm.collective_rpc("rl_safe_join", args=(first_rank, info))
 
+    def rl_safe_leave(self) -> None:
+        """Calls `SafeVllmExtension.rl_safe_leave` on vLLM's workers."""
+        self.llm.collective_rpc("rl_safe_leave")
+
     def rl_safe_prove(self) -> str | None:
         """Calls `ProvedWorker.rl_safe_prove` on vLLM's workers. Returns the first reason, if any."""
         return next(filter(None, self.llm.collective_rpc("rl_safe_prove")), None)
@@ -50,6 +54,10 @@ class SafeAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
     async def rl_safe_join(self, first_rank: int, info: dict[str, Any]) -> None:
         """Calls `SafeVllmExtension.rl_safe_join` on vLLM's workers. Collective over: trainers and rollout ranks."""
         await self.llm.collective_rpc("rl_safe_join", args=(first_rank, info))
+
+    async def rl_safe_leave(self) -> None:
+        """Calls `SafeVllmExtension.rl_safe_leave` on vLLM's workers."""
+        await self.llm.collective_rpc("rl_safe_leave")
 
     async def rl_safe_prove(self) -> str | None:
         """Calls `ProvedWorker.rl_safe_prove` on vLLM's workers. Returns the first reason, if any."""

@@ -138,6 +138,8 @@ class GuardedDriver:
         self._waits = DriverWaits(timeouts, self._parties)
         self._verdict = JobVerdict(self._parties, evidence)
         self._prove_sync_freq, self._joins_rollout = prove_sync_freq, joins
+        self._joined: Sequence[Any] = ()
+        """The leaders of the engines in our joint group."""
         self._joins = set[Any]()
         """Ray references to the trainers' part in joining the rollout."""
         self._is_saved = threading.Event()
@@ -277,6 +279,9 @@ class GuardedDriver:
         if trainers is None or not trainers.workers:
             return
         with self._waits.waiting(Phase.TEARDOWN):
+            for leader in self._joined:
+                # A trainer that leaves an NCCL group waits for the other side. So its error tells if an engine stays.
+                leader.rl_safe_leave.remote()
             calls = [worker.rl_safe_end_groups.remote() for worker in trainers.workers]
             error = error_of([end_of(calls, self._waits.timeout_s(Phase.TEARDOWN) + ABORT_S + _ANSWER_S)])
             if error is not None:
@@ -405,6 +410,7 @@ class GuardedDriver:
         calls = [trainer.rl_safe_join.remote(address, ranks, engine) for trainer in trainers]
         calls += [leader.rl_safe_join.remote(number * engine["size"], info) for number, leader in enumerate(leaders)]
         ray.get(calls)
+        self._joined = leaders
 
     def _finalizing(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(stock)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -24,6 +25,7 @@ from rl_safe_workers.rollout.cuts import engine_ranks
 from rl_safe_workers.rollout.sync_proof import SentWeights
 from rl_safe_workers.workers.safe_trainer import SafeTrainer
 from rl_safe_workers.worlds.address import StoreAddress
+from rl_safe_workers.worlds.door import Door
 from rl_safe_workers.worlds.joint_group import joint_world
 from rl_safe_workers.worlds.store import connect_store, serve_store
 
@@ -71,7 +73,8 @@ class JointRefit:
         """Joins nothing yet."""
         self._trainer, self._settings = trainer, settings
         self._store: Any = None
-        """On training rank 0, the server of the joint world's store."""
+        self._door: Door | None = None
+        """On training rank 0, the server of the joint world's store, and the door of its port."""
         self._proves = False
 
     def plan(self, worker: Any, announced: Announced) -> Plan | None:
@@ -92,7 +95,9 @@ class JointRefit:
             if trainer.training_rank > 0:
                 return None
             # NeMo RL's default group has been made at this address, so all nodes reach it.
-            self._store, address, _ = serve_store(os.environ["MASTER_ADDR"], timeout=trainer.timeout(Phase.JOINT))
+            self._store, address, self._door = serve_store(
+                os.environ["MASTER_ADDR"], timeout=trainer.timeout(Phase.JOINT)
+            )
         return {
             **asdict(address),
             "secret": address.secret.hex(),
@@ -132,7 +137,8 @@ class JointRefit:
             members=joint_ids(trainers=trainer.training_size, size=size),
             secret=address.secret,
         )
-        trainer.weights.join(size, engine=engine_ranks(**engine), control=control)
+        with nullcontext() if self._door is None else self._door.opened():
+            trainer.weights.join(size, engine=engine_ranks(**engine), control=control)
 
     def send(self) -> None:
         """Sends all weights. Collective over: the joint group.

@@ -59,6 +59,11 @@ class SafeVllmExtension(ProvedWorker, VllmInternalWorkerExtension):
         transfer.init_transfer_engine(JointInitInfo(rollout_rank=first_rank + rank, **info))
         self._rl_safe_transfer = transfer
 
+    def rl_safe_leave(self) -> None:
+        """Leaves our joint group, if it has joined. With NCCL it waits for the trainers, which leave it, too."""
+        if self._rl_safe_transfer is not None:
+            self._rl_safe_transfer.shutdown()
+
     def update_weights_via_ipc_zmq(self) -> bool:
         """Receives weights from the trainer on the same GPU. Reads them back if they are to be proved."""
         return self._rl_safe_received(super().update_weights_via_ipc_zmq)
