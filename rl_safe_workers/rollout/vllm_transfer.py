@@ -104,7 +104,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
     """Checks what the model's loaders read in this update."""
     _is_broken = False
     """True if an update by vLLM's loaders has failed before its end. Some layers then still wait for weights."""
-    load: Callable[[Iterator[tuple[str, torch.Tensor]]], object] | None = None
+    weight_loader: Callable[[Iterator[tuple[str, torch.Tensor]]], object] | None = None
     """Loads whole weights in place of the model's ``load_weights``; None if nothing does."""
 
     def init_transfer_engine(self, init_info: JointInitInfo) -> None:
@@ -252,7 +252,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             self._load_weights(iter(weights))
 
     def _load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> object:
-        return (self.load or self.model.load_weights)(weights)
+        return (self.weight_loader or self.model.load_weights)(weights)
 
     def _await_arrival(self) -> None:
         """Waits until the current bucket has arrived.
@@ -379,7 +379,7 @@ def made_for(
         load: Loads whole weights into the model.
     """
     made = JointWeightTransferEngine(WeightTransferConfig(backend=BACKEND), vllm_config, device, model)
-    made.load = load
+    made.weight_loader = load
     return made
 
 
