@@ -125,7 +125,7 @@ def _difference(own: Sequence[OwnWeight], announced: Announced) -> str | None:
     """Compares the weights that all ranks build with those of an export. Collective over: the training world.
 
     Returns:
-        The first difference, the same on every rank; None if there is none.
+        A text that names the first difference, or None if they are equal. Every rank returns the same.
     """
     mine = [
         (name, [*shape], dtype_name(dtype))

@@ -26,10 +26,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.lifecycle import Phase, timeout_setting
-from rl_safe_workers.ranks import joint_ids
 from rl_safe_workers.rollout.cuts import ONLY_RANK, BucketPart, EngineRank, engine_ranks, plan_parts
 from rl_safe_workers.rollout.direct_load import DirectLoad
 from rl_safe_workers.rollout.packing import whole_weights
@@ -39,8 +37,7 @@ from rl_safe_workers.rollout.read_back import ReadBack, engine_rank
 from rl_safe_workers.rollout.sync_proof import HeldWeights
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.gpu_pair import GpuPair
-from rl_safe_workers.worlds.joint_group import JointGroup, joint_world, wait_for_stream
-from rl_safe_workers.worlds.store import connect_store
+from rl_safe_workers.worlds.joint_group import JointGroup, joint_control, wait_for_stream
 
 logger = logging.getLogger(__name__)
 
@@ -119,17 +116,13 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         timeout = timedelta(seconds=init_info.join_timeout_s)
         secret = bytes.fromhex(init_info.secret)
         self._rank = self._engine_rank(init_info.kv_heads)
-        store = connect_store(StoreAddress(host=init_info.host, port=init_info.port, secret=secret), timeout=timeout)
-        control = ControlPlane(
-            store,
-            world=joint_world(init_info.generation),
-            rank=init_info.trainers + init_info.rollout_ranks.index(init_info.rollout_rank),
-            members=joint_ids(
-                trainers=init_info.trainers,
-                size=init_info.trainers + len(init_info.rollout_ranks),
-                rollout_ranks=init_info.rollout_ranks,
-            ),
-            secret=secret,
+        control = joint_control(
+            StoreAddress(host=init_info.host, port=init_info.port, secret=secret),
+            generation=init_info.generation,
+            joint_rank=init_info.trainers + init_info.rollout_ranks.index(init_info.rollout_rank),
+            trainers=init_info.trainers,
+            rollout_ranks=init_info.rollout_ranks,
+            timeout=timeout,
         )
         self._group = (GpuPair if init_info.colocated else JointGroup)(
             control,

@@ -29,7 +29,9 @@ from rl_safe_workers.control.plane import NO_OUTCOME, ControlPlane, Operation
 from rl_safe_workers.errors import RlSafeError, WeightSyncError, first_line, foreign_cause
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.lifecycle import Phase, timeout_setting
-from rl_safe_workers.ranks import RankId, Role, format_ranks
+from rl_safe_workers.ranks import RankId, Role, format_ranks, joint_ids
+from rl_safe_workers.worlds.address import StoreAddress
+from rl_safe_workers.worlds.store import connect_store
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,37 @@ def compare_outcomes(operation: Operation, failure: Failure | None, deadline: De
 def joint_world(generation: int) -> str:
     """Returns the name of the world of trainers and rollout ranks. Each rebuild makes a new world."""
     return f"{_WORLD} {generation}"
+
+
+def joint_control(
+    address: StoreAddress,
+    *,
+    generation: int,
+    joint_rank: int,
+    trainers: int,
+    rollout_ranks: Sequence[int],
+    timeout: timedelta,
+) -> ControlPlane:
+    """Connects to a store, and returns this process's place in the joint world. Not collective.
+
+    Args:
+        address: Address of the store.
+        generation: Number of rebuilds of the joint group so far.
+        joint_rank: This process's joint rank.
+        trainers: Number of trainers.
+        rollout_ranks: Rollout ranks in the group, ascending.
+        timeout: Longest wait for the connection.
+
+    Raises:
+        CommunicatorError: If the store cannot be reached.
+    """
+    return ControlPlane(
+        connect_store(address, timeout=timeout),
+        world=joint_world(generation),
+        rank=joint_rank,
+        members=joint_ids(trainers=trainers, size=trainers + len(rollout_ranks), rollout_ranks=rollout_ranks),
+        secret=address.secret,
+    )
 
 
 def forget_joint_groups(store: Store, *, before: int) -> None:

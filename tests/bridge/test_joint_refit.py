@@ -14,14 +14,11 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from rl_safe_workers.config import SeededModelConfig
-from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.models.seeded import create_seeded_model
 from rl_safe_workers.ports import port_to_listen_on
-from rl_safe_workers.ranks import joint_ids
 from rl_safe_workers.rollout.protocol import WeightSpec, plan_buckets
 from rl_safe_workers.worlds.address import StoreAddress
-from rl_safe_workers.worlds.joint_group import JointGroup, joint_world
-from rl_safe_workers.worlds.store import connect_store
+from rl_safe_workers.worlds.joint_group import JointGroup, joint_control
 from tests.distributed import reference
 from tests.distributed.ranks import run_ranks, values
 from tests.nemo_rl.host import HostImpl, SafePolicyMixin, annotations, set_environment
@@ -90,13 +87,8 @@ def _address(plan: Mapping[str, Any]) -> StoreAddress:
 def _receive(told: Path) -> list[Weights]:
     plan = _plan(told)
     specs = [WeightSpec(**{**fields, "shape": tuple(fields["shape"])}) for fields in plan["specs"]]
-    members, address = joint_ids(trainers=TRAINERS, size=TRAINERS + 1), _address(plan)
-    control = ControlPlane(
-        connect_store(address, timeout=WAIT),
-        world=joint_world(0),
-        rank=TRAINERS,
-        members=members,
-        secret=address.secret,
+    control = joint_control(
+        _address(plan), generation=0, joint_rank=TRAINERS, trainers=TRAINERS, rollout_ranks=[0], timeout=WAIT
     )
     group = JointGroup(control, generation=0, timeout=WAIT, device=torch.device("cpu"))
     found: list[Weights] = []

@@ -16,18 +16,16 @@ from typing import Any
 import torch
 
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlSettings
-from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.conversion_tasks import Announced, own_weights_of_tasks
 from rl_safe_workers.models.own_weights import OwnWeight
-from rl_safe_workers.ranks import joint_ids
 from rl_safe_workers.rollout.cuts import engine_ranks
 from rl_safe_workers.rollout.sync_proof import SentWeights
 from rl_safe_workers.workers.safe_trainer import SafeTrainer
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.door import Door
-from rl_safe_workers.worlds.joint_group import joint_world
-from rl_safe_workers.worlds.store import connect_store, serve_store
+from rl_safe_workers.worlds.joint_group import joint_control
+from rl_safe_workers.worlds.store import serve_store
 
 logger = logging.getLogger(__name__)
 
@@ -129,13 +127,13 @@ class JointRefit:
         trainer = self._trainer
         size = trainer.training_size + len(rollout_ranks)
         torch.cuda.empty_cache()  # NCCL takes its memory beside torch's
-        store = connect_store(address, timeout=trainer.timeout(Phase.JOINT))
-        control = ControlPlane(
-            store,
-            world=joint_world(0),
-            rank=trainer.training_rank,
-            members=joint_ids(trainers=trainer.training_size, size=size),
-            secret=address.secret,
+        control = joint_control(
+            address,
+            generation=0,
+            joint_rank=trainer.training_rank,
+            trainers=trainer.training_size,
+            rollout_ranks=rollout_ranks,
+            timeout=trainer.timeout(Phase.JOINT),
         )
         with nullcontext() if self._door is None else self._door.opened():
             trainer.weights.join(size, engine=engine_ranks(**engine), control=control)
