@@ -8,6 +8,7 @@ was sent, later updates follow the plan, with a few kernel launches for each buc
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,10 @@ from rl_safe_workers.rollout.packing import whole_weights
 from rl_safe_workers.rollout.part_reads import view_of
 from rl_safe_workers.rollout.protocol import Bucket
 
+logger = logging.getLogger(__name__)
+
 Weights = Iterator[tuple[str, torch.Tensor]]
+NOT_TRIED, _NOT_PROVEN = "there was no update so far", "the first update goes through them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +145,19 @@ class DirectLoad:
             device: Device of the model.
             parts: Number of ranks over which the engine spreads its weights.
         """
-        self._parts = parts
         self.copies: list[list[Copy]] = []
         """The copies of each bucket."""
         self._fills: list[list[tuple[torch.Tensor, float]]] = []
         self._sent: list[torch.Tensor] = []
         self.obstacle: str | None = None
         """The reason why the plan cannot be used; None while no reason is known."""
+        self._copied_bytes = 0
         for bucket, part in buckets:
             self.obstacle = self.obstacle or self._learn(bucket, part, load, device)
+        # A rank may hold a share of a weight that it gets whole, and nothing of a bucket of another rank's experts.
+        copied, sent = self._copied_bytes, sum(sum(part.bucket.sizes) for _, part in buckets)
+        if self.obstacle is None and not sent // parts <= copied <= sent:
+            self.obstacle = f"the model's loaders copy {copied} of {sent} bytes"
 
     def _learn(
         self, bucket: Bucket, part: BucketPart, load: Callable[[Weights], Any], device: torch.device
@@ -168,9 +176,8 @@ class DirectLoad:
             return f"the model's loaders do more than copy: {watch.other}"
         self.copies.append(joined(watch.copies))
         self._fills.append([(target, value) for target, value in watch.fills if target.numel()])
-        copied, sent = sum(copy.target.nbytes for copy in watch.copies), sum(part.bucket.sizes)
-        # A rank may hold a share of a weight that it gets whole.
-        return None if sent // self._parts <= copied <= sent else f"the model's loaders copy {copied} of {sent} bytes"
+        self._copied_bytes += sum(copy.target.nbytes for copy in watch.copies)
+        return None
 
     def note(self, number: int, buffer: torch.Tensor) -> None:
         """Records checksums of a bucket that goes through the loaders, for `check`."""
@@ -188,16 +195,24 @@ class DirectLoad:
         """
         sent, self._sent = self._sent, []
         if self.obstacle is None:
-            self.obstacle = self._difference(sent, {p.untyped_storage().data_ptr() for p in parameters})
+            self.obstacle = self._difference(sent, parameters)
         return self.obstacle
 
-    def _difference(self, sent: list[torch.Tensor], alive: set[int]) -> str | None:
-        targets = [copy.target for copies in self.copies for copy in copies]
+    @property
+    def _targets(self) -> list[torch.Tensor]:
+        return [copy.target for copies in self.copies for copy in copies]
+
+    def moved(self, parameters: Iterable[torch.Tensor]) -> int:
+        """Returns the number of destinations that are not part of the model's parameters any more."""
+        alive = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        return sum(target.untyped_storage().data_ptr() not in alive for target in self._targets)
+
+    def _difference(self, sent: list[torch.Tensor], parameters: Iterable[torch.Tensor]) -> str | None:
+        targets = self._targets
         parts = sum(map(len, sent))
         if parts != len(targets):
             return f"{parts} parts were sent, of {len(targets)}"
-        moved = sum(target.untyped_storage().data_ptr() not in alive for target in targets)
-        if moved:
+        if moved := self.moved(parameters):
             return f"{moved} of {len(targets)} parts are no longer the model's after an update"
         changed = int(torch.cat(sent).ne(digests(targets)).sum()) if sent else 0
         return f"{changed} of {len(targets)} parts are held in another form than sent" if changed else None
@@ -210,6 +225,83 @@ class DirectLoad:
             target.fill_(value)
         copies = self.copies[number]
         copy_each([copy.target for copy in copies], _sources(copies, buffer))
+
+
+class LearnedLoad:
+    """The way by which the weights of updates get into a model: through its loaders, or by a proven `DirectLoad`.
+
+    Attributes:
+        obstacle: The reason why updates use the model's loaders; None if they are copied directly into the model.
+    """
+
+    def __init__(self) -> None:
+        """Knows nothing yet."""
+        self.obstacle: str | None = NOT_TRIED
+        self._plan: DirectLoad | None = None
+
+    def forget(self) -> None:
+        """Forgets the plan, for example because an update has failed half-way. The next update learns it anew."""
+        self.obstacle, self._plan = NOT_TRIED, None
+
+    def begin(self, model: torch.nn.Module, learn: Callable[[], DirectLoad]) -> None:
+        """Prepares an update. Learns the plan if this has not been tried.
+
+        Args:
+            model: The model.
+            learn: Makes the plan.
+        """
+        if self.obstacle != NOT_TRIED:
+            return
+        self.obstacle = _computes(model)
+        if self.obstacle is None:
+            self._plan = learn()
+            self.obstacle = self._plan.obstacle or _NOT_PROVEN
+
+    def load(self, number: int, buffer: torch.Tensor) -> bool:
+        """Copies a bucket into the model if the plan is proven. Returns False if the loaders must load it."""
+        if self._plan is None or self.obstacle is not None:
+            return False
+        self._plan.load(number, buffer)
+        return True
+
+    def note(self, number: int, buffer: torch.Tensor) -> None:
+        """Records checksums of a bucket that goes through the loaders."""
+        if self._plan is not None:
+            self._plan.note(number, buffer)
+
+    def end(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Ends an update: checks the plan. A host's layers may have converted their weights after the copies, too.
+
+        Args:
+            parameters: The model's parameters, after its layers have converted them.
+        """
+        if self._plan is None:
+            return
+        if self.obstacle is None:
+            if self._plan.moved(parameters):
+                self.forget()  # this update is complete, but the next one would write into memory that nobody reads
+            return
+        self.obstacle = self._plan.check(parameters)
+        if self.obstacle is not None:
+            self._plan = None
+        logger.info(
+            "weight updates go %s",
+            "straight into the model" if self.obstacle is None else f"through the model's loaders: {self.obstacle}",
+        )
+
+
+def _computes(model: torch.nn.Module) -> str | None:
+    """Returns the part of a model that derives values from its weights; None if there is none.
+
+    Quantisation and latent attention derive such values.
+    """
+    for module in model.modules():
+        method = type(getattr(module, "quant_method", None)).__name__
+        if method != "NoneType" and not method.startswith("Unquantized"):
+            return f"{method} computes from the weights"
+        if "MLA" in type(module).__name__:
+            return f"{type(module).__name__} computes from the weights"
+    return None
 
 
 def _sources(copies: Sequence[Copy], buffer: torch.Tensor) -> list[torch.Tensor]:

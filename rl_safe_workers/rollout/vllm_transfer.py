@@ -6,12 +6,11 @@ It is registered with vLLM's own factory, so that vLLM runs it inside its update
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.lifecycle import Phase, timeout_setting
 from rl_safe_workers.rollout.cuts import ONLY_RANK, BucketPart, EngineRank, engine_ranks, plan_parts
-from rl_safe_workers.rollout.direct_load import DirectLoad
+from rl_safe_workers.rollout.direct_load import DirectLoad, LearnedLoad
 from rl_safe_workers.rollout.packing import whole_weights
 from rl_safe_workers.rollout.part_reads import PartReads
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
@@ -39,9 +38,6 @@ from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.gpu_pair import GpuPair
 from rl_safe_workers.worlds.joint_group import JointGroup, joint_control, wait_for_stream
 
-logger = logging.getLogger(__name__)
-
-_NOT_TRIED, _NOT_PROVEN = "there was no update so far", "the first update goes through them"
 BACKEND = "rl_safe_joint"
 """Name of the engine in ``weight_transfer_config``."""
 
@@ -89,10 +85,6 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
     _rank: EngineRank = ONLY_RANK
     _sync_timeout = timedelta()
     """Longest wait for a bucket."""
-    _plan: DirectLoad | None = None
-    """Plan to load buckets without the model's loaders; None before the first update, or if no plan works."""
-    obstacle: str | None = _NOT_TRIED
-    """The reason why updates use the model's loaders; None if they are copied directly into the model."""
     held: HeldWeights | None = None
     """The weights that the model holds after the last update; None unless that was to be proved."""
     _specs: Sequence[WeightSpec] = ()
@@ -103,6 +95,16 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
     """True if an update by vLLM's loaders has failed before its end. Some layers then still wait for weights."""
     weight_loader: Callable[[Iterator[tuple[str, torch.Tensor]]], object] | None = None
     """Loads whole weights in place of the model's ``load_weights``; None if nothing does."""
+
+    @cached_property
+    def _loading(self) -> LearnedLoad:
+        """How the buckets get into the model. vLLM's base class makes the object, so there is no constructor here."""
+        return LearnedLoad()
+
+    @property
+    def obstacle(self) -> str | None:
+        """The reason why updates use the model's loaders; None if they are copied directly into the model."""
+        return self._loading.obstacle
 
     def init_transfer_engine(self, init_info: JointInitInfo) -> None:
         """Joins the joint group. Collective over: trainers and rollout ranks.
@@ -139,7 +141,8 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         ranks = engine_ranks(rank.size, rank.kv_heads, expert_parallel=rank.expert_parallel)
         buckets = plan_parts(specs, ranks, bucket_bytes=init_info.bucket_bytes)
         if buckets != self._buckets:
-            self._buckets, self.obstacle, self._plan = buckets, _NOT_TRIED, None
+            self._buckets = buckets
+            self._loading.forget()
 
     def start_weight_update(self) -> None:
         """Does nothing; `receive_weights` makes all preparations."""
@@ -208,12 +211,9 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
     def _prepare(self) -> None:
         if self.obstacle is None:
             return
-        if self.obstacle == _NOT_TRIED:
-            self.obstacle = _computes(self.model)
-            if self.obstacle is None:
-                mine = [(bucket, parts[self._rank.rank]) for bucket, parts in self._buckets]
-                self._plan = DirectLoad(mine, self._load_weights, device=self.device, parts=self._rank.size)
-                self.obstacle = self._plan.obstacle or _NOT_PROVEN
+        mine = [(bucket, parts[self._rank.rank]) for bucket, parts in self._buckets]
+        learn = partial(DirectLoad, mine, self._load_weights, device=self.device, parts=self._rank.size)
+        self._loading.begin(self.model, learn)
         self._reads = PartReads()
         if self._read_back is not None:
             self._read_back.watch()
@@ -227,16 +227,15 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             info.loaded_weights.clear()
             info.load_numel = 0
         finalize_layerwise_reload(self.model, self.model_config)
-        self._is_broken, self.obstacle, self._plan = False, _NOT_TRIED, None
+        self._is_broken = False
+        self._loading.forget()
 
     def _load(self, number: int, buffer: torch.Tensor, wait: Callable[[], None]) -> None:
         wait()
-        if self._plan is not None and self.obstacle is None:
-            self._plan.load(number, buffer)
+        if self._loading.load(number, buffer):
             return
         self._await_arrival()
-        if self._plan is not None:
-            self._plan.note(number, buffer)
+        self._loading.note(number, buffer)
         # vLLM keeps weights until their layer is complete, and this buffer is soon used again.
         bucket, parts = self._buckets[number]
         weights = whole_weights(bucket, parts[self._rank.rank], buffer, device=self.device)
@@ -289,14 +288,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         self._reads = PartReads()
         if self.device.type == "cpu":
             self._prepack_experts()
-        if self._plan is not None:
-            self.obstacle = self._plan.check(self.model.parameters())
-            if self.obstacle is not None:
-                self._plan = None
-            logger.info(
-                "weight updates go %s",
-                "straight into the model" if self.obstacle is None else f"through the model's loaders: {self.obstacle}",
-            )
+        self._loading.end(self.model.parameters())
 
     def _prepack_experts(self) -> None:
         """Repacks expert weights, which vLLM's CPU backend does on the first load only.
@@ -340,20 +332,6 @@ def _vllm_config(config: VllmConfig) -> Iterator[None]:
     """
     with nullcontext() if get_current_vllm_config_or_none() else set_current_vllm_config(config):
         yield
-
-
-def _computes(model: torch.nn.Module) -> str | None:
-    """Returns the part of a model that derives values from its weights; None if there is none.
-
-    Quantisation and latent attention derive such values.
-    """
-    for module in model.modules():
-        method = type(getattr(module, "quant_method", None)).__name__
-        if method != "NoneType" and not method.startswith("Unquantized"):
-            return f"{method} computes from the weights"
-        if "MLA" in type(module).__name__:
-            return f"{type(module).__name__} computes from the weights"
-    return None
 
 
 def made_for(

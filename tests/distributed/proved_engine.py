@@ -223,7 +223,7 @@ class ProvedEngine:
         ranks = engine_ranks(1, kv_heads=1)
         self.engine._specs = specs
         self.engine._buckets = [(bucket, parts_of(bucket, ranks)) for bucket in self._wire.buckets]
-        self.engine._plan, self.engine.obstacle = None, type(self.engine).obstacle
+        self.engine._loading.forget()
 
     def update(self, weights: Weights, on_the_wire: Weights | None = None) -> HeldWeights:
         self._wire.send(weights, on_the_wire or {})
