@@ -49,7 +49,7 @@ from rl_safe_workers.errors import ResourceError
 
 PARTS = os.environ.get(
     "RL_SAFE_BENCH_PARTS",
-    "steps+saves;resumes;faults" + ("" if ON_CPU else "+variants+proofs;engine_faults") + ";phases",
+    "steps+saves;resumes;faults" + ("" if ON_CPU else "+variants+proofs;engine_faults;packed") + ";phases",
 )
 """The parts to run, one after another. Parts joined by a plus run side by side. `resumes` must come after `saves`."""
 SECONDS = float(os.environ.get("RL_SAFE_BENCH_SECONDS", "3600"))
@@ -68,7 +68,8 @@ _ENGINES: Mapping[str, Sequence[str]] = {
     ),
 }
 """Overrides of verl's configuration by kind of engine. All have as many GPUs in all."""
-SAVED_STEPS, RESUMED_STEPS = 3, 2
+SAVED_STEPS, RESUMED_STEPS, PACKED_STEPS = 3, 2, 8
+_PACKED = "actor_rollout_ref.rl_safe.packed_sync=true"
 QUIET_WITHIN_S = 300.0
 """Seconds that steps wait for the end of the parts beside them."""
 RELATIVE = 0.0 if ON_CPU else 1e-6
@@ -369,8 +370,16 @@ def variants(jobs: Jobs) -> list[Row]:
 
 
 def proofs(jobs: Jobs) -> list[Row]:
-    """Runs eight steps with each kind of vLLM engine, and proves every other weight sync."""
-    few = ["trainer.total_training_steps=8", "trainer.save_freq=-1", "actor_rollout_ref.rl_safe.prove_sync_freq=2"]
+    """Runs eight steps with each kind of vLLM engine. The first weight sync is verl's own, and the others are packed.
+
+    Every other sync is proved.
+    """
+    few = [
+        "trainer.total_training_steps=8",
+        "trainer.save_freq=-1",
+        "actor_rollout_ref.rl_safe.prove_sync_freq=2",
+        _PACKED,
+    ]
     wanted = [
         Wanted(name=engine, who=OURS, overrides=[*few, *overrides], variables=UNCOMPILED)
         for engine, overrides in _ENGINES.items()
@@ -391,6 +400,35 @@ def proofs(jobs: Jobs) -> list[Row]:
                 max(one["rl_safe/sync_not_proved"] + one["rl_safe/sync_redone"] for one in proved), at_most(0)),
             row(f"{engine}: a proved weight sync, against another", "s", seconds[0], at_most(1.25), seconds[1]),
         ]  # fmt: skip
+    return rows
+
+
+def packed(jobs: Jobs) -> list[Row]:
+    """Times weight syncs of 18,867 weights in turns: stock's, and ours packed."""
+    turns = jobs.folder / "packed_turns"
+    turns.mkdir()
+    few = [f"trainer.total_training_steps={PACKED_STEPS}", "trainer.save_freq=-1"]
+    wanted = [
+        Wanted(
+            name=f"{who} syncs",
+            who=who,
+            overrides=[*few, *([_PACKED] if who == OURS else [])],
+            model="many_moe",
+            variables={**UNCOMPILED, host_meter.TURNS: f"{turns}:{who}:{other}"},
+        )
+        for who, other in ((STOCK, OURS), (OURS, STOCK))
+    ]
+    done = jobs.run(wanted)
+    rows = _exit_rows(jobs, wanted, done)
+    ours, stock = (slowest(done.get(f"{who} syncs"), "update_weights") for who in (OURS, STOCK))
+    jobs.report(f"syncs: ours {_rounded(ours)}, stock {_rounded(stock)}")
+    # The first sync is verl's own, and the second one goes through the loaders.
+    counted = [each[LEFT_OUT:] for each in (ours, stock)]
+    if all(counted):
+        rows.append(row("packed sync of 18,867 weights", "s", median(counted[0]), at_most(0.2), median(counted[1])))
+    of_steps = metrics_of(done[f"{OURS} syncs"].output()).values() if f"{OURS} syncs" in done else ()
+    were_packed = [of_step.get("rl_safe/sync_packed", 0) for of_step in of_steps]
+    rows.append(row("steps with a packed sync", "", sum(were_packed), at_least(PACKED_STEPS - 1)))
     return rows
 
 
@@ -482,6 +520,7 @@ _PARTS: Mapping[str, Callable[[Jobs], list[Row]]] = {
     "resumes": resumes,
     "variants": variants,
     "proofs": proofs,
+    "packed": packed,
     "phases": phases,
     "faults": lambda jobs: faults(jobs, FAULTS),
     "engine_faults": lambda jobs: faults(jobs, ENGINE_FAULTS),

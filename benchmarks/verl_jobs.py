@@ -43,8 +43,13 @@ _SMALL_MODEL = SeededModelConfig(
     head_dim=64,
     num_experts=8,
 )
+_MANY = _SMALL_MODEL.model_copy(
+    update={"num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+)
+"""A model of 48 layers with 128 experts: 18,867 small tensors."""
 _MODELS = {
     "wide_moe": (Family.QWEN3, SeededModelConfig() if ON_CPU else WIDE_MODEL),
+    "many_moe": (Family.QWEN3, SeededModelConfig() if ON_CPU else _MANY),
     "small_moe": (Family.QWEN3, SeededModelConfig() if ON_CPU else _SMALL_MODEL),
     "small_dense": (Family.QWEN2, _SMALL_MODEL.model_copy(update={"num_experts": 0})),
 }

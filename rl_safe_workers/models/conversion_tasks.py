@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +19,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rl_safe_workers.comms.json_gather import gather_json
-from rl_safe_workers.models.own_weights import OwnWeight, is_first_replica, own_weight
-from rl_safe_workers.rollout.packing import dtype_name
+from rl_safe_workers.models.own_weights import (
+    Announced,
+    OwnWeight,
+    difference_from_export,
+    is_first_replica,
+    own_weight,
+)
 
-Announced = Mapping[str, tuple[Sequence[int], torch.dtype]]
-"""Shape and dtype of every HF weight of an export, by name."""
 _EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+|\d+$")
 
 
@@ -71,7 +74,7 @@ def own_weights_of_tasks(
         place = (mapping.pp_rank, task.vp_stage, kinds.setdefault(kind, position))
         if is_first_replica(is_expert=mapping.is_expert):
             own.append(_of_task(auto_bridge, list(models), task, place))
-    obstacle = _difference(own, announced)
+    obstacle = difference_from_export(own, announced)
     return own if obstacle is None else obstacle
 
 
@@ -119,29 +122,3 @@ def _without_gathers(mapping: Any) -> Any:
             setattr(alone, name, _without_gathers(value))
     alone.set_process_groups_from_pg_collection(_NO_GATHER)
     return alone
-
-
-def _difference(own: Sequence[OwnWeight], announced: Announced) -> str | None:
-    """Compares the weights that all ranks build with those of an export. Collective over: the training world.
-
-    Returns:
-        A text that names the first difference, or None if they are equal. Every rank returns the same.
-    """
-    mine = [
-        (name, [*shape], dtype_name(dtype))
-        for weight in own
-        if weight.is_source
-        for name, shape, dtype in zip(weight.names, weight.shapes, weight.dtypes, strict=True)
-    ]
-    built: dict[str, tuple[list[int], str]] = {}
-    for name, shape, dtype in (entry for of_rank in gather_json(mine, group=dist.group.WORLD) for entry in of_rank):  # type: ignore[arg-type]
-        if name in built:
-            return f"{name} would be built twice"
-        built[name] = shape, dtype
-    wanted = {name: ([*shape], dtype_name(dtype)) for name, (shape, dtype) in announced.items()}
-    for name in sorted(built.keys() ^ wanted.keys()):
-        return f"no rank can build {name} alone" if name in wanted else f"an export has no {name}"
-    for name, form in wanted.items():
-        if built[name] != form:
-            return f"{name} would be {built[name][1]} {built[name][0]}, and an export has {form[1]} {form[0]}"
-    return None

@@ -11,14 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
+from rl_safe_workers.comms.json_gather import gather_json
 from rl_safe_workers.models.gathering import EXPERT_WEIGHT, Shard, gather, local_shards, named_tensors
+from rl_safe_workers.rollout.packing import dtype_name
 
 Convert = Callable[[str, list[torch.Tensor], Shard], tuple[Sequence[str], Sequence[torch.Tensor]]]
 """Function from a parameter's global name, its tensor-parallel shards and its description to HF names and weights."""
-
-
+Announced = Mapping[str, tuple[Sequence[int], torch.dtype]]
+"""Shape and dtype of every HF weight of an export, by name."""
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Classes of parameters whose memory is read as it is. A quantised parameter has a class of its own."""
 
@@ -189,3 +192,29 @@ def _is_all_of(parameter: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool
     if not parameter.is_contiguous() or address != parameter.data_ptr() + parameter.nbytes:
         return False
     return len(weights) != 1 or weights[0].shape == parameter.shape
+
+
+def difference_from_export(own: Sequence[OwnWeight], announced: Announced) -> str | None:
+    """Compares the weights that all ranks build with those of an export. Collective over: the training world.
+
+    Returns:
+        A text that names the first difference, or None if they are equal. Every rank returns the same.
+    """
+    mine = [
+        (name, [*shape], dtype_name(dtype))
+        for weight in own
+        if weight.is_source
+        for name, shape, dtype in zip(weight.names, weight.shapes, weight.dtypes, strict=True)
+    ]
+    built: dict[str, tuple[list[int], str]] = {}
+    for name, shape, dtype in (entry for of_rank in gather_json(mine, group=dist.group.WORLD) for entry in of_rank):  # type: ignore[arg-type]
+        if name in built:
+            return f"{name} would be built twice"
+        built[name] = shape, dtype
+    wanted = {name: ([*shape], dtype_name(dtype)) for name, (shape, dtype) in announced.items()}
+    for name in sorted(built.keys() ^ wanted.keys()):
+        return f"no rank can build {name} alone" if name in wanted else f"an export has no {name}"
+    for name, form in wanted.items():
+        if built[name] != form:
+            return f"{name} would be {built[name][1]} {built[name][0]}, and an export has {form[1]} {form[0]}"
+    return None

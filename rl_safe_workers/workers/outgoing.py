@@ -124,11 +124,16 @@ class Outgoing:
         )
 
     @classmethod
-    def of_own(cls, own: Sequence[OwnWeight], *, training_rank: int) -> Outgoing:
+    def of_own(cls, own: Sequence[OwnWeight], *, training_rank: int, by_source: bool = False) -> Outgoing:
         """Uses the weights that each rank makes from its own parameters. Collective over: the training world.
 
         Weights of one kind, such as one matrix of all experts of a layer, are sent together, in the order of their
         sending ranks. vLLM holds them in one tensor, and a layer waits for all of them.
+
+        Args:
+            own: The weights that this rank makes.
+            training_rank: This rank.
+            by_source: True to send all weights of one rank together. They then fill fewer buckets.
 
         Raises:
             WeightSyncError: If two ranks would send the same weight.
@@ -142,14 +147,19 @@ class Outgoing:
         is_split = any(weight.is_split for weight in own)
         everyone = gather_json((mine, is_split), group=dist.group.WORLD)  # type: ignore[arg-type]
         # The sort is stable, so the weights of one parameter keep their order.
-        entries = sorted(chain.from_iterable(entries for entries, _ in everyone), key=lambda entry: entry[:3])
+        entries = sorted(
+            chain.from_iterable(entries for entries, _ in everyone),
+            key=lambda entry: (entry[1] if by_source else 0, *entry[:3]),
+        )
         specs = tuple(
             WeightSpec(name=name, dtype=dtype, shape=tuple(shape), source=source)
             for _, source, _, name, shape, dtype in entries
         )
         if len({spec.name for spec in specs}) < len(specs):
             raise WeightSyncError("two training ranks would send the same weight")
-        in_order = sorted(own, key=lambda weight: weight.place)
+        source_of: dict[tuple[str, ...], int] = {(spec.name,): spec.source for spec in specs} if by_source else {}
+        # A parameter may have no weights. All ranks that take part in it then take it first.
+        in_order = sorted(own, key=lambda weight: (source_of.get(weight.names[:1], 0), weight.place))
         sent = {spec.name for spec in specs if spec.source == training_rank}
 
         @functools.cache

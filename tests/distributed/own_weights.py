@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from rl_safe_workers.rollout.packing import adjacent_in, dtype_name
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec, plan_buckets
 from rl_safe_workers.workers.outgoing import Outgoing
+from rl_safe_workers.workers.packed_export import PackedExport
 from rl_safe_workers.worlds.address import StoreAddress
 from tests.distributed.families import LIBRARIES
 from tests.distributed.worker import Worker, run_config
@@ -75,6 +76,10 @@ class Seen:
     """Through buckets, of which each came from its source."""
     left_over: int
     """Weights that were in no bucket."""
+    packed: Prints
+    """Through a `PackedExport`."""
+    packed_sources: list[int]
+    """The source of each of its buckets."""
     moved_exported: Prints
     moved_made: Prints
     """After the parameters were doubled."""
@@ -125,6 +130,11 @@ def _send(outgoing: Outgoing, buckets: list[Bucket], rank: int) -> tuple[Prints,
     return dict(chain.from_iterable(of_bucket.items() for of_bucket in received)), sum(1 for _ in weights)
 
 
+def _packed(export: PackedExport) -> Prints:
+    pairs = [*zip(export.buckets, export.tensors(torch.device("cpu")), strict=True)]
+    return _prints(weight for bucket, buffer in pairs for weight in unpack(bucket, buffer))
+
+
 @torch.no_grad()
 def _double(worker: Worker) -> None:
     for chunk in worker.chunks:
@@ -140,6 +150,8 @@ def see(rank: int, address: StoreAddress, models: Path, layout: Layout) -> Seen:
     buckets = plan_buckets(outgoing.specs, bucket_bytes=BUCKET_BYTES)
     exported, made, views = _prints(worker.export_hf_weights()), _made(outgoing), _views(worker, outgoing)
     received, left_over = _send(outgoing, buckets, rank)
+    export = PackedExport(own, training_rank=rank, bucket_bytes=BUCKET_BYTES)
+    packed = _packed(export)
     _double(worker)
     moved_exported, moved_made = _prints(worker.export_hf_weights()), _made(outgoing)
     (whole,) = plan_buckets([replace(spec, source=0) for spec in outgoing.specs], bucket_bytes=2**40)
@@ -158,6 +170,8 @@ def see(rank: int, address: StoreAddress, models: Path, layout: Layout) -> Seen:
         views=views,
         received=received,
         left_over=left_over,
+        packed=packed,
+        packed_sources=[bucket.source for bucket in export.buckets],
         moved_exported=moved_exported,
         moved_made=moved_made,
         onloaded_made=onloaded_made,

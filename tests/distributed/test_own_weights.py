@@ -69,6 +69,16 @@ def test_each_weight_has_one_source_and_all_ranks_agree_on_it(name: str, seen_in
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+def test_packed_weights_come_to_every_rank_bit_for_bit_and_those_of_a_source_together(
+    name: str, seen_in: dict[str, list[Seen]]
+) -> None:
+    for rank in seen_in[name]:
+        assert rank.packed == rank.exported
+        assert rank.packed_sources == sorted(rank.packed_sources)
+        assert set(rank.packed_sources) == {spec.source for spec in rank.specs}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_the_sources_together_send_what_the_export_yields_bit_for_bit(
     name: str, seen_in: dict[str, list[Seen]]
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers import utils
 
-from rl_safe_workers.adapters.verl.proved_engine import ProvedWorkerExtension
+from rl_safe_workers.adapters.verl.vllm_engine import SafeWorkerExtension
 from tests.faulty_weights import NORM, FaultyParameters, flip_a_bit
 
 FAULTS = {3: "a bit", 5: "experts", 7: "stale", 9: "wire", 11: "a bit", 12: "a bit"}
@@ -26,7 +26,7 @@ def _keep_weight(layer: Any, remove_weight: bool) -> None:
 utils.dispatch_cpu_unquantized_gemm = _keep_weight
 
 
-class FaultyWorkerExtension(ProvedWorkerExtension):
+class FaultyWorkerExtension(SafeWorkerExtension):
     """Changes weights between loader and layers, or as they come."""
 
     _syncs = 0

@@ -18,7 +18,7 @@ from rl_safe_workers.adapters.verl.checkpoint import SafeCheckpointManager
 from rl_safe_workers.adapters.verl.compatibility import check_verl
 from rl_safe_workers.adapters.verl.engine import SafeEngineMixin
 from rl_safe_workers.adapters.verl.trainers import SafeTrainerMixin
-from rl_safe_workers.adapters.verl.verl_contract import NAMES, PROOF_NAMES, PROOF_TEXTS, TEXTS
+from rl_safe_workers.adapters.verl.verl_contract import ENGINE_NAMES, ENGINE_TEXTS, NAMES, TEXTS
 from rl_safe_workers.adapters.verl.workers import (
     SafeActorRolloutRefWorker,
     SafeDetachActorWorker,
@@ -33,13 +33,13 @@ each_source = pytest.mark.parametrize("root", SOURCES, ids=lambda path: Path(pat
 
 
 @each_source
-@pytest.mark.parametrize("expected", NAMES + PROOF_NAMES, ids=lambda e: e.name)
+@pytest.mark.parametrize("expected", NAMES + ENGINE_NAMES, ids=lambda e: e.name)
 def test_a_name_has_the_signature_that_we_rely_on(expected: HostName, root: str) -> None:
     assert lacks_name(Path(root), expected) is None
 
 
 @each_source
-@pytest.mark.parametrize("expected", TEXTS + PROOF_TEXTS, ids=lambda e: f"{e.within or e.file}: {e.text}")
+@pytest.mark.parametrize("expected", TEXTS + ENGINE_TEXTS, ids=lambda e: f"{e.within or e.file}: {e.text}")
 def test_verl_does_what_we_rely_on(expected: HostText, root: str) -> None:
     assert lacks_text(Path(root), expected) is None
 

@@ -192,6 +192,7 @@ PROVED = [
     *(*ON, "+actor_rollout_ref.rl_safe.prove_sync_freq=1"),
     *(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=1"),
 ]
+PACKED = [*ON, "+actor_rollout_ref.rl_safe.packed_sync=true", f"{ROLLOUT}.name=vllm"]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +215,7 @@ PROVED = [
         ([*ON, "trainer.v1.trainer_mode=mine"], "trainer_mode=mine: use sync or colocate_async or separate_async"),
         (["model_engine=megatron", "+actor_rollout_ref.rl_safe=7"], "must hold keys"),
         ([*ON, "+actor_rollout_ref.rl_safe.prove_sync_freq=-2"], "prove_sync_freq cannot be -2; it should be"),
-        ([*PROVED, "actor_rollout_ref.rollout.name=sglang"], "=1 with .*rollout.name=sglang: only vLLM's engines"),
+        ([*PROVED, "actor_rollout_ref.rollout.name=sglang"], "=1 with .*rollout.name=sglang: only syncs to vLLM"),
         ([*PROVED, "trainer.v1.trainer_mode=separate_async"], "trainer_mode=separate_async: only syncs to engines on"),
         (
             [*PROVED, f"{ROLLOUT}.checkpoint_engine.backend=nccl"],
@@ -222,9 +223,16 @@ PROVED = [
         ),
         ([*PROVED, f"{ROLLOUT}.data_parallel_size=2"], "data_parallel_size=2: an engine's ranks must be tensor-para"),
         ([*PROVED, f"{ROLLOUT}.pipeline_model_parallel_size=2"], "pipeline_model_parallel_size=2: an engine's ranks"),
-        ([*PROVED, f"{ROLLOUT}.quantization=fp8"], "quantization=fp8: only engines that are not quantised are read"),
-        ([*PROVED, "actor_rollout_ref.model.lora_rank=8"], "with LoRA adapters: only whole weights are read back"),
-        ([*PROVED, "actor_rollout_ref.model.lora.rank=8"], "with LoRA adapters: only whole weights are read back; set"),
+        ([*PROVED, f"{ROLLOUT}.quantization=fp8"], "quantization=fp8: only syncs to engines that are not"),
+        ([*PROVED, "actor_rollout_ref.model.lora_rank=8"], "with LoRA adapters: it needs syncs of whole weights"),
+        ([*PROVED, "actor_rollout_ref.model.lora.rank=8"], "with LoRA adapters: it needs syncs of whole weights; set"),
+        (
+            [*PACKED, f"{ROLLOUT}.name=sglang"],
+            "packed_sync=true with .*name=sglang: only syncs to vLLM's engines are pack",
+        ),
+        ([*PACKED, f"{ROLLOUT}.checkpoint_engine.backend=nccl"], "backend=nccl: .*; set .*rl_safe.packed_sync=false"),
+        ([*PACKED, "actor_rollout_ref.model.lora_rank=8"], "packed_sync=true with LoRA adapters: it needs syncs of"),
+        ([*ON, "+actor_rollout_ref.rl_safe.bucket_megabytes=3"], "update_weights_bucket_megabytes"),
     ],
 )
 def test_bad_input_is_refused_on_the_driver(overrides, message) -> None:
@@ -244,6 +252,13 @@ def test_syncs_of_whole_weights_to_tensor_parallel_engines_are_proved(more) -> N
     settings = check_run(composed(*PROVED, *more))
     assert settings is not None
     assert settings.prove_sync_freq == 1
+
+
+def test_packed_syncs_go_to_engines_of_every_layout() -> None:
+    settings = check_run(composed(*PACKED, f"{ROLLOUT}.data_parallel_size=2"))
+    assert settings is not None
+    assert settings.packed_sync
+    assert settings.bucket_megabytes == 2048
 
 
 def test_the_strategy_of_an_engine_that_a_run_does_not_have_is_not_asked_for() -> None:

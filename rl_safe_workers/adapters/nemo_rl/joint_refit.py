@@ -17,8 +17,8 @@ import torch
 
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlSettings
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.models.conversion_tasks import Announced, own_weights_of_tasks
-from rl_safe_workers.models.own_weights import OwnWeight
+from rl_safe_workers.models.conversion_tasks import own_weights_of_tasks
+from rl_safe_workers.models.own_weights import Announced, OwnWeight
 from rl_safe_workers.rollout.cuts import engine_ranks
 from rl_safe_workers.rollout.sync_proof import SentWeights
 from rl_safe_workers.workers.safe_trainer import SafeTrainer

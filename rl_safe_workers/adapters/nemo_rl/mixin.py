@@ -14,7 +14,7 @@ from rl_safe_workers.adapters.nemo_rl.policy_process import PolicyProcess
 from rl_safe_workers.adapters.rank_answers import listen
 from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.models.conversion_tasks import Announced
+from rl_safe_workers.models.own_weights import Announced
 from rl_safe_workers.rollout.sync_proof import SentWeights
 from rl_safe_workers.worlds.address import StoreAddress
 

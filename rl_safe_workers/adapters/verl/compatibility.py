@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rl_safe_workers.adapters.host_contract import HostName, HostText, lacking, package_root
-from rl_safe_workers.adapters.verl.verl_contract import NAMES, PROOF_NAMES, PROOF_TEXTS, REGISTRY, RELEASES, TEXTS
+from rl_safe_workers.adapters.verl.verl_contract import ENGINE_NAMES, ENGINE_TEXTS, NAMES, REGISTRY, RELEASES, TEXTS
 from rl_safe_workers.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -38,13 +38,13 @@ def check_registry() -> None:
     _check(_installed(), REGISTRY, ())
 
 
-def check_proof() -> None:
-    """Checks that the installed verl has every name that a proof of weight syncs relies on.
+def check_engines() -> None:
+    """Checks that the installed verl has every name that our vLLM engines rely on.
 
     Raises:
         ConfigError: As `check_verl`.
     """
-    _check(_installed(), PROOF_NAMES, PROOF_TEXTS)
+    _check(_installed(), ENGINE_NAMES, ENGINE_TEXTS)
 
 
 def _installed() -> Path:

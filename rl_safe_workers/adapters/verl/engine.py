@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from verl.workers.engine.megatron import MegatronEngineWithLMHead, MegatronEngin
 from rl_safe_workers.adapters.verl import environment, local_layers
 from rl_safe_workers.adapters.verl.checkpoint import SafeCheckpointManager
 from rl_safe_workers.adapters.verl.features import features_of
+from rl_safe_workers.adapters.verl.packed_sync import BUCKET_MEGABYTES, PackedSync
 from rl_safe_workers.adapters.verl.process import TrainerProcess, trainer_process
 from rl_safe_workers.compat.param_gathers import complete_param_gathers
 from rl_safe_workers.lifecycle import Phase
@@ -103,8 +105,18 @@ class SafeEngineMixin:
         """
         self.process.trainer.comms.require("weight sync")
         weights, peft_config = super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
-        weights, digests = self._gathered(weights), self.process.digests
+        digests = self.process.digests
+        if self._packed_sync is not None and peft_config is None:
+            self.process.sync_is_packed = self._packed_sync.is_ready
+            return self._gathered(self._packed_sync.weights(weights, digests)), peft_config
+        weights = self._gathered(weights)
         return weights if digests is None else digests.passing(weights), peft_config
+
+    @functools.cached_property
+    def _packed_sync(self) -> PackedSync | None:
+        settings = self.process.settings
+        megabytes = min(BUCKET_MEGABYTES, settings.bucket_megabytes)
+        return PackedSync(self, bucket_bytes=megabytes * 2**20) if settings.packed_sync else None
 
     def _gathered(self, weights: Iterable[Any]) -> Iterator[Any]:
         """Yields the weights. Sets ``is_gathering`` while this rank gathers them with other training ranks."""

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rl_safe_workers import env
 from rl_safe_workers.adapters.job_processes import folder_of
 from rl_safe_workers.adapters.verl import environment
-from rl_safe_workers.adapters.verl.compatibility import check_proof, check_verl
+from rl_safe_workers.adapters.verl.compatibility import check_engines, check_verl
 from rl_safe_workers.adapters.verl.settings import (
     NODE,
     STRATEGY,
@@ -21,18 +21,34 @@ from rl_safe_workers.adapters.verl.settings import (
 from rl_safe_workers.errors import ConfigError
 
 MEGATRON_ENGINE = "verl.workers.config.McoreEngineConfig"
+_ROLLOUT = "actor_rollout_ref.rollout"
 _TENSOR_PARALLEL = "an engine's ranks must be tensor-parallel to be read back"
-_ON_TRAINERS_GPUS = "only syncs to engines on the trainers' GPUs are proved"
-_PROVED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("trainer.v1.trainer_mode", ("sync", "colocate_async"), _ON_TRAINERS_GPUS),
-    ("actor_rollout_ref.rollout.name", ("vllm",), "only vLLM's engines are read back"),
-    ("actor_rollout_ref.rollout.checkpoint_engine.backend", ("naive",), _ON_TRAINERS_GPUS),
-    ("actor_rollout_ref.rollout.data_parallel_size", (1,), _TENSOR_PARALLEL),
-    ("actor_rollout_ref.rollout.pipeline_model_parallel_size", (1,), _TENSOR_PARALLEL),
-    ("actor_rollout_ref.rollout.disaggregation.enabled", (False,), _TENSOR_PARALLEL),
-    ("actor_rollout_ref.rollout.quantization", (), "only engines that are not quantised are read back"),
+_Fits = tuple[tuple[str, tuple[Any, ...], str], ...]
+"""Keys of verl's configuration, the values with which a feature works, and the reason for the limit."""
+
+
+def _on_trainers_gpus(what: str) -> _Fits:
+    """Returns the limits of both features.
+
+    Args:
+        what: What is done to syncs.
+    """
+    place = f"only syncs to engines on the trainers' GPUs are {what}"
+    return (
+        ("trainer.v1.trainer_mode", ("sync", "colocate_async"), place),
+        (f"{_ROLLOUT}.name", ("vllm",), f"only syncs to vLLM's engines are {what}"),
+        (f"{_ROLLOUT}.checkpoint_engine.backend", ("naive",), place),
+        (f"{_ROLLOUT}.quantization", (), f"only syncs to engines that are not quantised are {what}"),
+    )
+
+
+_PROVED: _Fits = (
+    *_on_trainers_gpus("proved"),
+    (f"{_ROLLOUT}.data_parallel_size", (1,), _TENSOR_PARALLEL),
+    (f"{_ROLLOUT}.pipeline_model_parallel_size", (1,), _TENSOR_PARALLEL),
+    (f"{_ROLLOUT}.disaggregation.enabled", (False,), _TENSOR_PARALLEL),
 )
-"""Keys of verl's configuration, the values with which syncs can be proved, and the reason for the limit."""
+_PACKED = _on_trainers_gpus("packed")
 MODES = ("sync", "colocate_async", "separate_async")
 
 
@@ -59,31 +75,33 @@ def check_run(config: DictConfig) -> VerlSettings | None:
     if mode not in MODES:
         raise ConfigError(f"{NODE}.enabled=true with trainer.v1.trainer_mode={mode}: use {' or '.join(MODES)}")
     if settings.prove_sync_freq >= 0:
-        _check_proof(config, settings)
+        _check_fits(config, f"prove_sync_freq={settings.prove_sync_freq}", "prove_sync_freq=-1", _PROVED)
+    if settings.packed_sync:
+        _check_fits(config, "packed_sync=true", "packed_sync=false", _PACKED)
     return settings
 
 
-def _check_proof(config: DictConfig, settings: VerlSettings) -> None:
-    """Refuses a run whose weight syncs cannot be proved.
+def _check_fits(config: DictConfig, feature: str, off: str, fits: _Fits) -> None:
+    """Refuses a run with which a feature of our vLLM workers does not work.
+
+    Args:
+        config: The run's configuration.
+        feature: Our setting that asks for it.
+        off: The same setting, turned off.
+        fits: The limits of the feature.
 
     Raises:
-        ConfigError: If a key has an unsuitable value; names the key.
+        ConfigError: If a key has an unsuitable value, or verl lacks a name; names it.
     """
-    check_proof()
-    for key, fits, reason in _PROVED:
+    check_engines()
+    for key, suitable, reason in fits:
         value = OmegaConf.select(config, key)
-        if value is not None and value not in fits:
-            raise ConfigError(
-                f"{NODE}.prove_sync_freq={settings.prove_sync_freq} with {key}={value}: {reason}; set "
-                f"{NODE}.prove_sync_freq=-1"
-            )
+        if value is not None and value not in suitable:
+            raise ConfigError(f"{NODE}.{feature} with {key}={value}: {reason}; set {NODE}.{off}")
     model: Any = OmegaConf.to_container(config.actor_rollout_ref.model)
     lora = model.get("lora") or {}
     if (model.get("lora_rank") or lora.get("rank")) and not lora.get("merge"):
-        raise ConfigError(
-            f"{NODE}.prove_sync_freq={settings.prove_sync_freq} with LoRA adapters: only whole weights are read back; "
-            f"set {NODE}.prove_sync_freq=-1"
-        )
+        raise ConfigError(f"{NODE}.{feature} with LoRA adapters: it needs syncs of whole weights; set {NODE}.{off}")
 
 
 def check_sft(config: DictConfig) -> VerlSettings | None:

@@ -69,6 +69,7 @@ class TrainerProcess(HostedTrainer):
         settings: The adapter's settings.
         save_seconds: Seconds that saves have taken since the metrics were last read.
         is_gathering: Whether this rank takes part in a gather of weights for a sync.
+        sync_is_packed: Whether the last weight sync was packed; None if the settings do not ask for that.
         has_trained: Whether there was an update since the metrics were last read.
         tracker: Names a step once every engine has saved it.
         saves: The saves in the background.
@@ -80,6 +81,7 @@ class TrainerProcess(HostedTrainer):
         self.settings = settings
         self.save_seconds = 0.0
         self.is_gathering = False
+        self.sync_is_packed: bool | None = None
         self.has_trained = False
         self.tracker = StepTracker()
         self._bootstrapped: set[Features] = set()
@@ -208,6 +210,8 @@ class TrainerProcess(HostedTrainer):
             found["rl_safe/kernels_mib"] = (comms.report.kernel_bytes or 0) / 2**20
             found["rl_safe/late_allocations"] = float(len(comms.late_allocations()))
             found["timing_s/rl_safe_bootstrap"] = comms.report.seconds
+        if self.sync_is_packed is not None:
+            found["rl_safe/sync_packed"] = float(self.sync_is_packed)
         # Only the first worker group of this process that asks gets these. The trainer uses the largest answer.
         if self.save_seconds:
             found["timing_s/rl_safe_save"], self.save_seconds = self.save_seconds, 0.0

@@ -24,6 +24,7 @@ DELTA = "delta_sharded"
 """Name of verl's checkpoint engine that sends only changes of weights."""
 TAKEN = {
     "nccl_timeout": "actor_rollout_ref.nccl_timeout",
+    "bucket_megabytes": "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes",
     "delta_weights": "actor_rollout_ref.rollout.checkpoint_engine.backend",
     "dispatchers": "moe_token_dispatcher_type in each engine's override_transformer_config",
 }
@@ -44,8 +45,12 @@ class VerlSettings(ProvableSettings):
     timeouts: VerlTimeouts = Field(default_factory=VerlTimeouts)
     release_comms: bool = False
     """True if communicators give their memory to the rollout engines on the same GPUs while the engines are awake."""
+    packed_sync: bool = False
+    """True if weight syncs send each weight once, in buckets, from a training rank that has it."""
     nccl_timeout: Seconds = 600.0
     """Timeout, in seconds, of one collective outside of the phases; see `TAKEN`."""
+    bucket_megabytes: int = 2048
+    """Size of verl's buckets for weights, in MiB; see `TAKEN`."""
     delta_weights: bool = False
     """True if weight syncs send only changes of weights, which verl gathers over more groups; see `TAKEN`."""
     dispatchers: list[str] = Field(default_factory=list)
@@ -110,5 +115,7 @@ def _taken(config: DictConfig) -> dict[str, Any]:
         "dispatchers": sorted({dispatcher_of(each.get("moe_token_dispatcher_type")) for each in overrides}),
         "delta_weights": OmegaConf.select(config, TAKEN["delta_weights"]) == DELTA,
     }
-    timeout = OmegaConf.select(config, TAKEN["nccl_timeout"])
-    return found if timeout is None else {**found, "nccl_timeout": timeout}
+    for key in ("nccl_timeout", "bucket_megabytes"):
+        if (value := OmegaConf.select(config, TAKEN[key])) is not None:
+            found[key] = value
+    return found

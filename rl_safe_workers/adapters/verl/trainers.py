@@ -161,8 +161,8 @@ class SafeTrainerMixin:
     def init(self) -> None:
         """Starts workers as verl does. Ends their groups if that fails."""
         with self._ended_on_failure("driver, in init"):
-            if self.rl_safe_settings.prove_sync_freq >= 0:
-                from rl_safe_workers.adapters.verl.proved_engine import use_replicas
+            if self.rl_safe_settings.prove_sync_freq >= 0 or self.rl_safe_settings.packed_sync:
+                from rl_safe_workers.adapters.verl.vllm_engine import use_replicas
 
                 use_replicas()
             super().init()  # type: ignore[misc]

@@ -177,7 +177,7 @@ TEXTS: tuple[HostText, ...] = (
     _text(_MAIN, "", "auto_set_device", "called"),
 )
 
-PROOF_NAMES: tuple[HostName, ...] = (
+ENGINE_NAMES: tuple[HostName, ...] = (
     *_named(
         _VLLM_WORKER,
         "overridden",
@@ -188,9 +188,12 @@ PROOF_NAMES: tuple[HostName, ...] = (
     *_named(_VLLM_SERVER, "overridden", "vLLMHttpServer._get_worker_extension_cls(self)"),
     *_named(_VLLM_SERVER, "derived from", "vLLMReplica"),
     *_named(_REPLICA, "takes our replicas", "RolloutReplicaRegistry.register(cls, name, loader)"),
+    *_named(_ENGINE, "its tasks are packed", "MegatronEngine._mbridge_export_tasks(self)"),
 )
-"""The names that a proof of weight syncs needs."""
-PROOF_TEXTS: tuple[HostText, ...] = (
+"""The names that our vLLM engines need: for packed weight syncs, and for proofs."""
+ENGINE_TEXTS: tuple[HostText, ...] = (
+    _text(_ENGINE, "MegatronEngine", "self.vanilla_bridge = ", "chooses the library of the export"),
+    _text(_ENGINE, "MegatronEngine", "self.bridge = ", "its tasks are packed"),
     _text(
         _VLLM_WORKER,
         "vLLMColocateWorkerExtension.update_weights_from_ipc",

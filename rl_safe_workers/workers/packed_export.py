@@ -1,0 +1,63 @@
+"""Brings a model's HF weights to every training rank, in a few large buckets instead of one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from rl_safe_workers.models.own_weights import OwnWeight
+from rl_safe_workers.rollout.packing import adjacent_in
+from rl_safe_workers.rollout.protocol import Bucket, plan_buckets
+from rl_safe_workers.workers.outgoing import Outgoing
+
+
+class PackedExport:
+    """The weights of a model, each from a training rank that has it.
+
+    Attributes:
+        buckets: The buckets in the order of sending.
+    """
+
+    def __init__(self, own: Sequence[OwnWeight], *, training_rank: int, bucket_bytes: int) -> None:
+        """Finds out which rank sends which weight. Collective over: the training world.
+
+        Args:
+            own: The weights that this rank helps to build.
+            training_rank: This rank.
+            bucket_bytes: Most bytes of weights in a bucket; a larger weight has a bucket of its own.
+
+        Raises:
+            WeightSyncError: If two ranks would send the same weight.
+        """
+        self._rank = training_rank
+        self._outgoing = Outgoing.of_own(own, training_rank=training_rank, by_source=True)
+        self.buckets: list[Bucket] = plan_buckets(self._outgoing.specs, bucket_bytes=bucket_bytes)
+        self._adjacent = adjacent_in(self.buckets)
+
+    def tensors(self, device: torch.device) -> Iterator[torch.Tensor]:
+        """Yields the memory of each bucket, uint8. Collective over: the training world, at each item.
+
+        The next bucket is on its way while the caller works with one. So two are in memory, and more while the caller
+        keeps them.
+
+        Args:
+            device: The model's device. A GPU does its part on the current stream.
+
+        Raises:
+            WeightSyncError: If a weight is not as it was planned.
+            RuntimeError: If there is no memory for a bucket.
+        """
+        weights = self._outgoing.weights(self._adjacent)
+        ahead: torch.Tensor | None = None
+        for bucket in self.buckets:
+            # Fresh memory: the caller may still read the bucket before. torch's allocator gives memory out again.
+            buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=device)
+            self._outgoing.pack(bucket, weights, buffer, training_rank=self._rank)
+            dist.broadcast(buffer, group_src=bucket.source, group=dist.group.WORLD)
+            if ahead is not None:
+                yield ahead
+            ahead = buffer
+        if ahead is not None:
+            yield ahead
