@@ -37,6 +37,7 @@ class WeightUpdate:
         *,
         awaited: Callable[[Sequence[Frame]], RankId | str | None],
         place: Callable[[], str | None] = lambda: None,
+        check: Callable[[], object] = lambda: None,
     ) -> None:
         """Begins nothing yet.
 
@@ -46,8 +47,11 @@ class WeightUpdate:
             awaited: Takes the frames of the sync's thread, innermost first. Returns the rollout rank that this rank
                 waits for, or words for the rollout if the rank is unknown; None if it waits for training ranks.
             place: Returns the line of code that the sync is at, if its thread does not show it.
+            check: Is called repeatedly during the sync. Raises if the sync can never end, e.g. because an engine has
+                failed.
         """
         self._trainer, self._send, self._awaited, self._place_of_host = trainer, send, awaited, place
+        self._check = check
         self._work: Background[Any] | None = None
 
     def begin(self) -> None:
@@ -63,11 +67,12 @@ class WeightUpdate:
             PhaseTimeoutError: If the sync does not end within the deadline of the phase. The error names the ranks that
                 did not come, or the rollout that this rank waits for.
             RunError: If another rank has failed; names it.
+            Exception: What the sync or ``check`` has raised.
         """
         assert self._work is not None, "begun"
         value, place, failure = None, None, None
         try:
-            value = self._work.wait(self._trainer.deadline)
+            value = self._work.wait(self._trainer.deadline, on_tick=self._check)
         except DeadlineExceededError:
             place, failure = self._blame()
         except Exception as error:

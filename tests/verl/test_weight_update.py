@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from rl_safe_workers.adapters.verl import coroutine_update
 from rl_safe_workers.lifecycle import Phase
 from tests.verl.host import show, syncing_worker, training_worker
 from tests.verl.ranks import Outcome, run_verl_ranks, values
@@ -23,6 +24,22 @@ from tests.verl.ranks import Outcome, run_verl_ranks, values
 SIZE, VICTIM = 2, 1
 TIMEOUT_S = 4.0
 ALLOWED_S = TIMEOUT_S + 4.0
+
+
+class _Answer:
+    """Stands for Ray's reference of an engine's answer, which is there and is an error."""
+
+
+class _FakeRay:
+    ObjectRef = _Answer
+
+    @staticmethod
+    def wait(answers: list[_Answer], timeout: float) -> tuple[list[_Answer], list[_Answer]]:
+        return answers, []
+
+    @staticmethod
+    def get(answers: list[_Answer]) -> None:
+        raise KeyError("model.norm.weight")
 
 
 class _Rollout:
@@ -42,6 +59,9 @@ class _Rollout:
             if number == 3:
                 await self._reach("weight")
         await self._reach("sent")
+
+    async def _execute_method(self, method: str, non_block: bool = False) -> _Answer:
+        return _Answer()
 
     async def _reach(self, point: str) -> None:
         self.events.append(point)
@@ -136,6 +156,21 @@ def test_a_failure_is_the_error_of_its_rank_at_once_and_of_the_others_in_time(ti
     texts = _texts(run_verl_ranks(_update, SIZE, tiny_moe, "weight", "fails"))
     assert all("ValueError: no room for the KV cache" in text for text in texts)
     assert "training rank 1" in texts[0]
+    assert float(texts[VICTIM].split()[0]) < TIMEOUT_S
+
+
+def _send_to_a_failed_engine(rank: int, model: Path) -> None:
+    worker = _worker(model, _Rollout("weight", _reads_no_answer if rank == VICTIM else None))
+    if rank == VICTIM:
+        coroutine_update.ray = _FakeRay
+        assert worker._rollout_calls.awaited is None, "it notes calls from now on"
+        asyncio.run(worker.rollout._execute_method("update_weights_from_ipc", non_block=True))
+    _timed_update(worker)
+
+
+def test_an_engine_that_fails_while_it_is_sent_weights_is_told_at_once(tiny_moe) -> None:
+    texts = _texts(run_verl_ranks(_send_to_a_failed_engine, SIZE, tiny_moe))
+    assert "KeyError: 'model.norm.weight'" in texts[VICTIM]
     assert float(texts[VICTIM].split()[0]) < TIMEOUT_S
 
 

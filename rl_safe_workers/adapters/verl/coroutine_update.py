@@ -7,6 +7,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import wraps
 from typing import Any
 
+import ray
+
 from rl_safe_workers.adapters.job_inquiry import ROLLOUT
 from rl_safe_workers.adapters.verl.process import TrainerProcess
 from rl_safe_workers.adapters.weight_update import WeightUpdate
@@ -16,6 +18,8 @@ from rl_safe_workers.ranks import RankId, Role
 
 _CALLS = ("resume", "release", "update_weights", "send_weights")
 """Coroutines of verl's rollout and checkpoint engine in which a rank waits for rollout engines."""
+_ENGINE_CALL = "_execute_method"
+"""Coroutine of verl's adapter for vLLM that calls the engine. It returns the answer's reference if it must not wait."""
 _CACHE = "kv_cache"
 """The tag with which verl tells an engine to allocate its KV cache."""
 
@@ -36,10 +40,33 @@ class RolloutCalls:
         """
         self.awaited: RankId | str | None = None
         self._before_cache = before_cache
+        self._answers: list[ray.ObjectRef] = []
+        """The answer of an engine that this rank sends weights to."""
         for one in rollout:
+            if hasattr(one, _ENGINE_CALL):
+                setattr(one, _ENGINE_CALL, self._kept(getattr(one, _ENGINE_CALL)))
             for name in _CALLS:
                 if hasattr(one, name):
                     setattr(one, name, self._noted(one, getattr(one, name)))
+
+    def raise_failure(self) -> None:
+        """Raises the error of an engine that has failed while this rank sends weights to it.
+
+        verl looks at the engine's answer only when all weights are sent, and sends block until the engine reads.
+        """
+        if self._answers and ray.wait(self._answers, timeout=0)[0]:
+            answers, self._answers = self._answers, []
+            ray.get(answers)
+
+    def _kept(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(stock)
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            answer = await stock(*args, **kwargs)
+            if isinstance(answer, ray.ObjectRef):
+                self._answers = [answer]
+            return answer
+
+        return call
 
     def _noted(self, rollout: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
         replica = getattr(rollout, "replica_rank", None)
@@ -80,9 +107,12 @@ class CoroutineUpdate:
         Raises:
             PhaseTimeoutError: As `WeightUpdate.finish`.
             RunError: As `WeightUpdate.finish`.
+            Exception: What verl's sync or an engine has raised.
         """
         trainer = self._process.trainer
-        update = WeightUpdate(trainer, self._send, awaited=self._awaited, place=self._place)
+        update = WeightUpdate(
+            trainer, self._send, awaited=self._awaited, place=self._place, check=self._calls.raise_failure
+        )
         with trainer.phase(Phase.SYNC):
             update.begin()
             return await asyncio.to_thread(update.finish)

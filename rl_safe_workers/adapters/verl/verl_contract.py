@@ -30,6 +30,7 @@ _AGENTS = "verl/trainer/ppo/v1/agent_loop_tq.py"
 _AGENT_BASE = "verl/experimental/agent_loop/agent_loop.py"
 _MAIN = "verl/trainer/main_ppo.py"
 _VLLM_WORKER = "verl/workers/rollout/vllm_rollout/utils.py"
+_VLLM_ADAPTER = "verl/workers/rollout/vllm_rollout/vllm_rollout.py"
 _VLLM_SERVER = "verl/workers/rollout/vllm_rollout/vllm_async_server.py"
 
 
@@ -109,6 +110,7 @@ NAMES: tuple[HostName, ...] = (
         "CheckpointEngineManager.abort_replicas(self)",
         "CheckpointEngineManager.resume_generation_replicas(self)",
     ),
+    *_named(_VLLM_ADAPTER, "its answer tells a failure", "ServerAdapter._execute_method(self, method, non_block)"),
     *_named(_REPLICA, "asked when nothing answers", "RolloutReplica.clear_kv_cache(self)"),
     *_named(_AGENTS, "derived from", "AgentLoopWorkerTQ"),
     *_named(_AGENT_BASE, "overridden", "AgentLoopWorker._run_agent_loop(self, sampling_params, trajectory)"),
