@@ -124,9 +124,9 @@ def measure(report: Callable[[str], None]) -> list[Row]:
         report: Takes a line of progress after each job and part.
 
     Raises:
-        ResourceError: If there are fewer than two GPUs.
+        ResourceError: If there are fewer than two GPUs. One is enough for `packed` alone.
     """
-    if not ON_CPU and count_gpus() < 2:
+    if not ON_CPU and count_gpus() < (1 if PARTS == "packed" else 2):
         raise ResourceError("bench verl: needs two GPUs")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="rl_safe_verl_", ignore_cleanup_errors=True) as name:
@@ -408,6 +408,8 @@ def packed(jobs: Jobs) -> list[Row]:
     turns = jobs.folder / "packed_turns"
     turns.mkdir()
     few = [f"trainer.total_training_steps={PACKED_STEPS}", "trainer.save_freq=-1"]
+    if count_gpus() == 1:
+        few += ["trainer.n_gpus_per_node=1", f"{ACTOR}.megatron.expert_model_parallel_size=1"]
     wanted = [
         Wanted(
             name=f"{who} syncs",

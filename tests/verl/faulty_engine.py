@@ -39,7 +39,8 @@ class FaultyWorkerExtension(SafeWorkerExtension):
     def _update_weights(self, weights: Sequence[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> None:
         if FAULTS.get(self._syncs) == "wire":
             weights = [(name, tensor.clone()) for name, tensor in weights]
-            flip_a_bit(dict(weights)[NORM])
+            by_name = dict(weights)
+            flip_a_bit(by_name[NORM] if NORM in by_name else by_name["rl_safe.bucket.0"])
         super()._update_weights(weights, *args, **kwargs)
 
     @torch.no_grad()

@@ -1,4 +1,7 @@
-"""verl's whole job with a tensor-parallel vLLM engine on CPU: proved syncs, some wrong once, the last one twice."""
+"""verl's whole job with a tensor-parallel vLLM engine on CPU: proved syncs, some wrong once, the last one twice.
+
+In one job, verl sends the weights one by one; in the other, packed.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,10 @@ WRONG = {
     2: ["model.layers.0.self_attn.o_proj.weight"],
     3: [f"model.layers.1.mlp.experts.{expert}.down_proj.weight" for expert in (0, 1)],
     4: ["model.layers.1.mlp.gate.weight"],
-    5: ["model.norm.weight"],
 }
-"""Weights that are wrong once, by the step: a flipped bit, two experts swapped, a stale one, one changed on its way."""
+"""Weights that are wrong once, by the step: a flipped bit, two experts swapped, a stale one."""
+WRONG_ON_THE_WIRE = {False: "model.norm.weight", True: "model.embed_tokens.weight"}
+"""The weight that is changed on its way to the engine in step 5, without packing and with it."""
 
 
 def _told(names: Sequence[str]) -> str:
@@ -30,8 +34,9 @@ def _told(names: Sequence[str]) -> str:
 @pytest.mark.every_case
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not (OF_VLLM / "vllm").is_dir(), reason="vLLM's environment is not there: scripts/setup test")
+@pytest.mark.parametrize("packed", [False, True], ids=["one by one", "packed"])
 def test_wrong_weights_in_an_engine_are_named_and_end_the_job_if_the_sync_is_wrong_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # vLLM's CPU build would want a NUMA node for each of the engine's two workers.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -40,6 +45,7 @@ def test_wrong_weights_in_an_engine_are_named_and_end_the_job_if_the_sync_is_wro
     status, output = run_job(
         tmp_path,
         "actor_rollout_ref.rl_safe.prove_sync_freq=1",
+        f"actor_rollout_ref.rl_safe.packed_sync={packed}",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
         # An entropy bonus, so that weights change whatever the rewards are.
         *("actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.actor.entropy_coeff=0.1"),
@@ -54,15 +60,22 @@ def test_wrong_weights_in_an_engine_are_named_and_end_the_job_if_the_sync_is_wro
     )
     lines = re.findall(r"step:(\d) - (.*rl_safe/sync_proved.*)", output)
     assert len(lines) == LAST_STEP - 1, output[-3000:]
-    steps = {int(step): dict(re.findall(r"rl_safe/sync_(\w+):(\S+)", metrics)) for step, metrics in lines}
+    assert [float(is_packed) for is_packed in re.findall(r"rl_safe/sync_packed:(\S+)", output)] == [1.0] * packed * len(
+        lines
+    )
+    assert output.count("packed weight syncs now go straight into the model") == 2 * packed, "once on each worker"
+    wrong = {**WRONG, 5: [WRONG_ON_THE_WIRE[packed]]}
+    steps = {
+        int(step): dict(re.findall(r"rl_safe/sync_(\w*(?:proved|redone)):(\S+)", metrics)) for step, metrics in lines
+    }
     proved = steps[1]["proved"]
     assert float(proved) > 0
     for step, metrics in steps.items():
-        redone = "1.0" if step in WRONG else "0.0"
+        redone = "1.0" if step in wrong else "0.0"
         assert metrics == {"proved": proved, "not_proved": "0.0", "redone": redone}, step
-    for step, names in WRONG.items():
+    for step, names in wrong.items():
         assert re.search(rf"the weight sync of step {step} is redone: {_told(names)}\s", output), step
     assert status == 1
     first = output.rpartition("\nrl_safe: ")[2].splitlines()[0]
-    told = rf"the weight sync of step {LAST_STEP} has put wrong weights into an engine, twice: {_told(WRONG[2])}$"
+    told = rf"the weight sync of step {LAST_STEP} has put wrong weights into an engine, twice: {_told(wrong[2])}$"
     assert re.search(told, first), first
