@@ -9,6 +9,11 @@ import pytest
 
 KINDS = ("unit", "distributed", "integration", "nodes", "gpu")
 TESTS = Path(__file__).parent
+LONG_FILES = (
+    "verl/test_whole_job.py",
+    "verl/test_ending.py",
+)
+"""Begun first and in this order by pytest-xdist, so that no process is left to run alone."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,10 +26,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--every-case"):
         deselect(config, items, "every_case")
+    put_long_files_first(config, items)
     for item in items:
         kind = item.path.relative_to(TESTS).parts[0]
         if kind in KINDS:
             item.add_marker(kind)
+
+
+def put_long_files_first(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sorts the files for pytest-xdist. The order of the command line is lost where its arguments overlap."""
+    if hasattr(config, "workerinput"):
+        places = {TESTS / name: place for place, name in enumerate(LONG_FILES)}
+        items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:

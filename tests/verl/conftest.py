@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import deselect, pytest_addoption
+from tests.conftest import deselect, put_long_files_first, pytest_addoption
 
 __all__ = ["pytest_addoption"]
 
@@ -17,6 +17,7 @@ collect_ignore_glob = [] if importlib.util.find_spec("verl") else ["test_*.py"]
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--every-case"):
         deselect(config, items, "every_case")
+    put_long_files_first(config, items)
 
 
 @pytest.fixture(scope="session")
