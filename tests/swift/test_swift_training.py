@@ -15,9 +15,11 @@ LAYOUTS = {
     "ep2": (2, ("--expert_model_parallel_size", "2")),
     "pp2-ep2": (4, ("--pipeline_model_parallel_size", "2", "--expert_model_parallel_size", "2")),
 }
+# test_swift_lateness.py trains and resumes without stages, and test_swift_grpo.py compares that with stock.
+MORE = {"ep2": pytest.mark.every_case}
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=MORE.get(name, ())) for name in LAYOUTS])
 def layout(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
