@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from rl_safe_workers.checkpoint.load.loader import Loader
@@ -29,6 +27,7 @@ from rl_safe_workers.platforms import cpu
 from rl_safe_workers.ranks import trainer_ids
 from rl_safe_workers.trainer.policy import MegatronPolicy
 from tests.distributed import reference
+from tests.distributed.stock_saves import keep_results_in_process
 from tests.distributed.worker import run_config
 
 HOMOGENEOUS = {**CONTENT_METADATA, "non_homogeneous_layers": False}
@@ -222,8 +221,7 @@ def layout(model: Path, sizes: Layout, dtype: str = "float32", *, kind: Callable
 
 def join(rank: int, size: int, root: Path) -> None:
     cpu.apply()
-    # Spares a helper process that would import the main program again.
-    filesystem_async._results_queue = queue.Queue()
+    keep_results_in_process()
     dist.init_process_group(
         "gloo", init_method=f"file://{root / 'store'}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )

@@ -20,6 +20,7 @@ from rl_safe_workers.checkpoint.format.index import read_index
 from rl_safe_workers.checkpoint.ranges import Needs, materialise, needed_ranges
 from rl_safe_workers.platforms import cpu
 from tests.distributed.ranks import run_ranks, values
+from tests.distributed.stock_saves import keep_results_in_process
 
 SIZE, LAYERS, EXPERTS, HIDDEN = 2, 2, 4, 8
 
@@ -47,6 +48,7 @@ def _save(rank: int, port_file: Path, directory: Path) -> None:
     cpu.apply()
     dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=SIZE)
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+    keep_results_in_process()
     dist_checkpointing.save(_state(rank), str(directory), sharded_strategy=strategy)
     dist.destroy_process_group()
 

@@ -30,6 +30,7 @@ from rl_safe_workers.worlds.address import StoreAddress
 from tests.distributed.ranks import Outcome, run_ranks, values
 from tests.distributed.recording import recorded_collectives
 from tests.distributed.shards import EXPERTS, LAYERS, SIZE, Saving, differences, emptied, state_of
+from tests.distributed.stock_saves import keep_results_in_process
 from tests.distributed.worker import served_store
 
 STEPS = (1, 2, 3)
@@ -68,6 +69,7 @@ def _exchange_with_stock(saving: Saving, root: Path) -> dict[str, list[str]]:
     strategy = FullyParallelSaveStrategyWrapper(
         TorchDistSaveShardedStrategy("torch_dist", 1), torch.distributed.group.WORLD
     )
+    keep_results_in_process()
     dist_checkpointing.save(state_of(saving.rank, step=1), str(directory), strategy)
     for ep in (2, 1, 4):
         wanted = state_of(saving.rank, step=1, ep=ep)
