@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import json
 import os
 import runpy
@@ -30,6 +31,9 @@ def preload() -> None:
     import torch
 
     torch.set_num_threads(1)
+    # As in tests/distributed/preload.py.
+    gc.collect()
+    gc.freeze()
 
 
 def map_without_pools() -> None:

@@ -1,5 +1,6 @@
 """Imports shared by every rank of these tests; the environment must be as a job's before verl is imported."""
 
+import gc
 import os
 import warnings
 
@@ -19,3 +20,6 @@ import verl.workers.engine  # noqa: E402
 import verl.workers.engine_workers  # noqa: E402, F401
 
 torch.set_num_threads(1)
+# As in tests/distributed/preload.py.
+gc.collect()
+gc.freeze()
