@@ -10,8 +10,12 @@ import pytest
 KINDS = ("unit", "distributed", "integration", "nodes", "gpu")
 TESTS = Path(__file__).parent
 LONG_FILES = (
-    "verl/test_whole_job.py",
+    "verl/test_submitted_job.py",
     "verl/test_ending.py",
+    "verl/test_driver_waits.py",
+    "verl/test_sft.py",
+    "verl/test_engine_life.py",
+    "verl/test_whole_job.py",
 )
 """Begun first and in this order by pytest-xdist, so that no process is left to run alone."""
 
