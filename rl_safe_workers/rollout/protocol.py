@@ -6,7 +6,6 @@ Imports neither torch nor vLLM, so that the driver can import it.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,8 +17,8 @@ from numpy.typing import NDArray
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1}
 ALIGNMENT_BYTES = 16
 """Every tensor starts at a multiple of this number of bytes in its bucket, so that any dtype can view it."""
-EDGE_BYTES = 64 * 2**20
-"""Largest size of the first and of the last bucket of a weight sync."""
+FIRST_BYTES = 64 * 2**20
+"""Largest size of the first bucket of a weight sync."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,25 +83,22 @@ class Bucket:
 def plan_buckets(specs: Sequence[WeightSpec], *, bucket_bytes: int) -> list[Bucket]:
     """Divides weights into buckets of at most ``bucket_bytes``, in order. A new source starts a new bucket.
 
-    The first bucket has at most `EDGE_BYTES`, so that the first broadcast begins early. Later buckets are packed while
-    another one travels. The last bucket has as few bytes, because the engine loads it when nothing else travels. A
-    weight larger than the limit gets its own bucket. Both sides compute the same buckets from
+    The first bucket has at most `FIRST_BYTES`, so that the first broadcast begins early. Later buckets are packed while
+    another one travels. A weight larger than the limit gets its own bucket. Both sides compute the same buckets from
     the same specs, so only the specs are sent.
     """
     buckets: list[Bucket] = []
     current: list[WeightSpec] = []
     used = 0
     for spec in specs:
-        limit = bucket_bytes if buckets else min(bucket_bytes, EDGE_BYTES)
+        limit = bucket_bytes if buckets else min(bucket_bytes, FIRST_BYTES)
         if current and (used + spec.slot_bytes > limit or spec.source != current[0].source):
             buckets.append(bucket_of(current))
             current, used = [], 0
         current.append(spec)
         used += spec.slot_bytes
     if current:
-        ends = [*accumulate(spec.slot_bytes for spec in reversed(current))]
-        last = max(1, bisect_right(ends, min(bucket_bytes, EDGE_BYTES)))
-        buckets += [bucket_of(some) for some in (current[:-last], current[-last:]) if some]
+        buckets.append(bucket_of(current))
     return buckets
 
 
