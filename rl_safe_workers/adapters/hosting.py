@@ -53,7 +53,9 @@ _JUDGED_S = 3 * PATIENCE_S
 """Longest time to find out where a failure began. `Neighbours.judge` takes two thirds of it."""
 
 
-def limited_world(settings: BootstrapConfig, *, stages: int) -> AbstractContextManager[None]:
+def limited_world(
+    settings: BootstrapConfig, *, stages: int, carries_weights: bool = False
+) -> AbstractContextManager[None]:
     """Limits the NCCL channels of a default group that the host makes in the body.
 
     Without pipeline stages, hosts send scalars and small objects over it. One channel is enough for them. The group
@@ -62,8 +64,9 @@ def limited_world(settings: BootstrapConfig, *, stages: int) -> AbstractContextM
     Args:
         settings: ``budget=false`` turns the limit off.
         stages: Number of pipeline stages. The group may carry activations between stages, so it then has no limit.
+        carries_weights: True if weight syncs use the group. It then has no limit, either.
     """
-    if stages != 1 or not settings.budget or not torch.cuda.is_available():
+    if stages != 1 or carries_weights or not settings.budget or not torch.cuda.is_available():
         return nullcontext()
     limits = {"world": LIMITS[Traffic.CONTROL]}
     return replaced(dist, "init_process_group", lambda init: partial(init, pg_options=world_options(limits)))

@@ -62,10 +62,11 @@ def own_weights_of_tasks(
         The weights; or, on every rank, the reason why the export is needed. For example, some models have one HF weight
         for all experts, which are on several ranks.
     """
-    own, kinds, tasks = [], dict[tuple[int, str], int](), list(tasks)
+    own, kinds, tasks = list[OwnWeight](), dict[tuple[int, str], int](), list(tasks)
     problems = gather_json(_problem(auto_bridge, tasks), group=dist.group.WORLD)  # type: ignore[arg-type]
     if found := next(filter(None, problems), None):
         return str(found)
+    problem = None
     for position, task in enumerate(tasks):
         if task.param_weight is None:
             continue  # another pipeline stage has it
@@ -73,7 +74,14 @@ def own_weights_of_tasks(
         kind = task.vp_stage, _EXPERT_NUMBER.sub("", task.param_name)
         place = (mapping.pp_rank, task.vp_stage, kinds.setdefault(kind, position))
         if is_first_replica(is_expert=mapping.is_expert):
-            own.append(_of_task(auto_bridge, list(models), task, place))
+            try:
+                own.append(_of_task(auto_bridge, list(models), task, place))
+            except Exception as error:  # the other ranks wait for this one below
+                problem = f"{task.global_param_name} cannot be converted alone: {type(error).__name__}: {error}"
+                break
+    problems = gather_json(problem, group=dist.group.WORLD)  # type: ignore[arg-type]
+    if found := next(filter(None, problems), None):
+        return str(found)
     obstacle = difference_from_export(own, announced)
     return own if obstacle is None else obstacle
 

@@ -181,7 +181,7 @@ class DirectLoad:
 
     def note(self, number: int, buffer: torch.Tensor) -> None:
         """Records checksums of a bucket that goes through the loaders, for `check`."""
-        if self.obstacle is None:
+        if self.obstacle is None and self.copies[number]:  # another rank may have all experts of a bucket
             self._sent.append(digests(_sources(self.copies[number], buffer)))
 
     def check(self, parameters: Iterable[torch.Tensor]) -> str | None:
@@ -244,12 +244,14 @@ class LearnedLoad:
         self.obstacle, self._plan = NOT_TRIED, None
 
     def begin(self, model: torch.nn.Module, learn: Callable[[], DirectLoad]) -> None:
-        """Prepares an update. Learns the plan if this has not been tried.
+        """Prepares an update. Learns the plan if this has not been tried, or if the model's weights have moved.
 
         Args:
             model: The model.
             learn: Makes the plan.
         """
+        if self.obstacle is None and self._plan is not None and self._plan.moved(model.parameters()):
+            self.forget()
         if self.obstacle != NOT_TRIED:
             return
         self.obstacle = _computes(model)

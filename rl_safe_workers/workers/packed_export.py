@@ -1,4 +1,7 @@
-"""Brings a model's HF weights to every training rank, in a few large buckets instead of one by one."""
+"""Brings a model's HF weights to every training rank, in a few large buckets instead of one by one.
+
+The buckets go over the default group, so its NCCL channels must not be limited.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,7 @@ class PackedExport:
     def tensors(self, device: torch.device) -> Iterator[torch.Tensor]:
         """Yields the memory of each bucket, uint8. Collective over: the training world, at each item.
 
-        The next bucket is on its way while the caller works with one. So two are in memory, and more while the caller
-        keeps them.
+        A bucket is in memory for as long as the caller keeps it. The next one has memory of its own.
 
         Args:
             device: The model's device. A GPU does its part on the current stream.
@@ -50,14 +52,9 @@ class PackedExport:
             RuntimeError: If there is no memory for a bucket.
         """
         weights = self._outgoing.weights(self._adjacent)
-        ahead: torch.Tensor | None = None
         for bucket in self.buckets:
-            # Fresh memory: the caller may still read the bucket before. torch's allocator gives memory out again.
             buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=device)
             self._outgoing.pack(bucket, weights, buffer, training_rank=self._rank)
             dist.broadcast(buffer, group_src=bucket.source, group=dist.group.WORLD)
-            if ahead is not None:
-                yield ahead
-            ahead = buffer
-        if ahead is not None:
-            yield ahead
+            yield buffer
+            del buffer  # before the next one is made

@@ -18,6 +18,6 @@ import torch
 import tests.distributed.worker  # noqa: F401
 
 torch.set_num_threads(1)
-# A collection in a rank would walk over all that was imported, and copy most of its pages: 0.4 s each.
+# A collection in a rank would walk over all that was imported, and copy most of its pages: some 0.25 s each.
 gc.collect()
 gc.freeze()

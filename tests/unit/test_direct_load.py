@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -127,3 +129,27 @@ def test_a_bucket_that_is_not_used_up_is_not_plain() -> None:
     plan.note(0, torch.zeros(SPECS[0].slot_bytes, dtype=torch.uint8))
     assert plan.check(model.tensors()) is not None
     assert int(model.joined.count_nonzero()) == 0
+
+
+class _FirstExpert(Model):
+    """A rank of an expert-parallel engine that holds the first expert only."""
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights((name, tensor) for name, tensor in weights if name not in ("expert.1", "expert.2"))
+
+
+def test_a_bucket_of_which_a_rank_holds_nothing_is_taken_and_has_no_digests() -> None:
+    model = _FirstExpert()
+    plan = DirectLoad(
+        [*whole(plan_buckets(SPECS[:3], bucket_bytes=1000)), *whole(plan_buckets(SPECS[3:5], bucket_bytes=1000))],
+        model.load_weights,
+        device=CPU,
+        parts=2,
+    )
+    assert plan.obstacle is None
+    assert [len(copies) for copies in plan.copies][-1] == 0
+    buffer = torch.zeros(2**10, dtype=torch.uint8)
+    for number in range(2):
+        plan.note(number, buffer)
+    assert [len(of_bucket) > 0 for of_bucket in plan._sent] == [True], "an empty tensor would be on the CPU"
+    assert plan.check(model.tensors()) is None

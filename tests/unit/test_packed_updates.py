@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 import pytest
@@ -16,11 +16,22 @@ from tests.unit.loading_models import BUCKETS, CPU, SPECS, Model, Part, Scales, 
 from tests.unpacking import unpack
 
 
+class _Module(torch.nn.Module):
+    """A module with the tensors of a model of `loading_models`."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self._model = model
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        yield from self._model.tensors()  # type: ignore[misc]
+
+
 class _Loads:
     """A model of `loading_models` with the calls of its loaders counted."""
 
     def __init__(self, model: Model) -> None:
-        self.model, self.module, self.calls = model, torch.nn.Module(), 0
+        self.model, self.module, self.calls = model, _Module(model), 0
 
     def load(self, weights: object) -> None:
         self.calls += 1
@@ -156,5 +167,7 @@ def test_a_model_that_moves_its_weights_after_a_direct_update_is_learned_anew() 
     calls = loads.calls
     _update(updates, loads, _tensors(3))
     assert loads.calls > calls
+    loads.model.norm = loads.model.norm.clone()  # between two updates
+    _update(updates, loads, _tensors(3))
     expected = _by_loaders(Model(), 3).tensors()
     assert all(torch.equal(a, b) for a, b in zip(loads.model.tensors(), expected, strict=True))

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from rl_safe_workers.adapters.verl import environment
 from rl_safe_workers.adapters.verl.packed_sync import PackedSync
+from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.rollout.digest import digests
 from rl_safe_workers.rollout.packed_updates import PackedUpdates
 from tests.verl.host import batch, syncing_worker, training_worker
@@ -65,6 +67,7 @@ def _print(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], str]:
 def _syncs(rank: int, model: Path, layout: dict[str, Any]) -> list[tuple[bool, int, bool, dict[str, float], bool]]:
     """Returns for each step: packed or not, tensors sent, as the export or not, the metrics, and the digests' truth."""
     os.environ["RL_SAFE_VERL"] = json.dumps({"packed_sync": True})
+    os.environ["RL_SAFE_RUN_ID"] = "packed"
     trained = training_worker(model, **layout)
     rollout, engine = _Rollout(), trained.engine
     worker, process = syncing_worker(trained, rollout), engine.process
@@ -109,7 +112,7 @@ class _Engine:
 def test_an_export_that_cannot_be_packed_goes_on_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.distributed.get_rank", lambda: 0)
-        packed = PackedSync(_Engine(), bucket_bytes=2**20)
+        packed = PackedSync(_Engine(), host_bytes=2**20)
         for _ in range(2):
             weights = {"norm": torch.ones(2)}
             assert dict(packed.weights(iter(weights.items()), None)) == weights
@@ -118,3 +121,12 @@ def test_an_export_that_cannot_be_packed_goes_on_and_says_why_once(caplog: pytes
         "rl_safe: weight syncs are not packed: mbridge does not tell which rank has which weight; use Megatron-Bridge "
         "(vanilla_mbridge=false)"
     ]
+
+
+def test_packed_syncs_need_our_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL_SAFE_VERL", json.dumps({"packed_sync": True}))
+    monkeypatch.delenv("RL_SAFE_RUN_ID", raising=False)
+    with pytest.raises(ConfigError, match=r"rl_safe.packed_sync=true needs our entry, .*adapters.verl.main_ppo$"):
+        environment.check_packed_sync()
+    monkeypatch.setenv("RL_SAFE_RUN_ID", "run")
+    environment.check_packed_sync()

@@ -19,10 +19,16 @@ NAME = "model.layers.0.mlp.gate.weight"
 class _Engine:
     """An engine's server. It holds what it was sent, or the digests that it is given."""
 
-    def __init__(self, *held: int | None, obstacle: str | None = None) -> None:
+    def __init__(self, *held: int | None, obstacle: str | None = None, refuses: str | None = None) -> None:
         self.given, self.obstacle = list(held), obstacle
         self.rl_safe_prove = SimpleNamespace(remote=lambda: obstacle)
         self.rl_safe_held = SimpleNamespace(remote=self._held)
+        self.rl_safe_learn_anew = SimpleNamespace(remote=self._learn_anew)
+        self.learned_anew, self.refuses = 0, refuses
+
+    def _learn_anew(self) -> str | None:
+        self.learned_anew += 1
+        return self.refuses
 
     def _held(self) -> HeldWeights | None:
         digest = self.given.pop(0) if self.given else 7
@@ -60,9 +66,9 @@ def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync_prover.ray, "get", lambda calls: calls)
 
 
-def _transfer(manager: _Manager, *, every: int = 1) -> tuple[ProvedTransfer, DriverWaits]:
+def _transfer(manager: _Manager, *, every: int = 1, is_packed: bool = False) -> tuple[ProvedTransfer, DriverWaits]:
     waits = DriverWaits(VerlTimeouts(), list)
-    return ProvedTransfer(manager, waits, every=every), waits
+    return ProvedTransfer(manager, waits, every=every, is_packed=is_packed), waits
 
 
 def test_a_sync_that_is_right_is_done_once_and_returns_what_verls_returns() -> None:
@@ -115,3 +121,19 @@ def test_an_engine_that_cannot_be_read_back_is_refused_before_it_is_sent_weights
     with pytest.raises(ConfigError, match="^rollout rank 1: weight syncs cannot be proved: its weights are quantised"):
         transfer.update_weights(0)
     assert manager.calls == ["prove"]
+
+
+def test_a_packed_sync_that_was_wrong_goes_through_the_loaders_when_it_is_redone() -> None:
+    engines = _Engine(), _Engine(7, 8)
+    transfer, _ = _transfer(_Manager(*engines), is_packed=True)
+    for step in range(2):
+        transfer.update_weights(step)
+    assert [engine.learned_anew for engine in engines] == [2, 2], "before the first sync, and before the one redone"
+
+
+def test_an_engine_that_cannot_take_packed_weights_is_refused_before_the_first_sync() -> None:
+    manager = _Manager(_Engine(), _Engine(refuses="its worker_extension_cls is not ours"))
+    transfer, _ = _transfer(manager, every=-1, is_packed=True)
+    with pytest.raises(ConfigError, match=r"^rollout rank 1: .*packed_sync=true: its worker_extension_cls is not ours"):
+        transfer.update_weights(0)
+    assert manager.calls == []

@@ -18,7 +18,7 @@ from verl.workers.engine.megatron import MegatronEngineWithLMHead, MegatronEngin
 from rl_safe_workers.adapters.verl import environment, local_layers
 from rl_safe_workers.adapters.verl.checkpoint import SafeCheckpointManager
 from rl_safe_workers.adapters.verl.features import features_of
-from rl_safe_workers.adapters.verl.packed_sync import BUCKET_MEGABYTES, PackedSync
+from rl_safe_workers.adapters.verl.packed_sync import PackedSync
 from rl_safe_workers.adapters.verl.process import TrainerProcess, trainer_process
 from rl_safe_workers.compat.param_gathers import complete_param_gathers
 from rl_safe_workers.lifecycle import Phase
@@ -49,7 +49,10 @@ class SafeEngineMixin:
             cpu_platform.apply()
         local_layers.apply()
         self.process = trainer_process()
-        features = features_of(self.model_config.hf_config, self.engine_config)
+        environment.check_packed_sync()
+        features = features_of(
+            self.model_config.hf_config, self.engine_config, weights_over_world=self.process.settings.packed_sync
+        )
         with self.process.creating_groups(features, self.engine_config):
             super()._init_device_mesh()  # type: ignore[misc]
         self.process.connect(features)
@@ -101,7 +104,8 @@ class SafeEngineMixin:
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the weights that a sync sends. Raises before communicators are connected.
 
-        If the sync is to be proved, this also takes digests of the weights as they pass.
+        If the sync is to be proved, this also takes digests of the weights as they pass. In a packed sync, the tensors
+        are a plan and buckets; see `packed_updates`.
         """
         self.process.trainer.comms.require("weight sync")
         weights, peft_config = super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
@@ -115,8 +119,7 @@ class SafeEngineMixin:
     @functools.cached_property
     def _packed_sync(self) -> PackedSync | None:
         settings = self.process.settings
-        megabytes = min(BUCKET_MEGABYTES, settings.bucket_megabytes)
-        return PackedSync(self, bucket_bytes=megabytes * 2**20) if settings.packed_sync else None
+        return PackedSync(self, host_bytes=settings.bucket_megabytes * 2**20) if settings.packed_sync else None
 
     def _gathered(self, weights: Iterable[Any]) -> Iterator[Any]:
         """Yields the weights. Sets ``is_gathering`` while this rank gathers them with other training ranks."""
@@ -132,6 +135,7 @@ class SafeEngineMixin:
             if weight is end:
                 return
             yield weight
+            del weight  # before the next one is made
 
     def save_checkpoint(
         self,

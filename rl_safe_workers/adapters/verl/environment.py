@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 
+from rl_safe_workers import env
 from rl_safe_workers.adapters.verl.settings import NODE, VerlSettings
 from rl_safe_workers.errors import ConfigError
 
@@ -53,6 +54,19 @@ def settings() -> VerlSettings:
         ConfigError: If the variable cannot be read.
     """
     return VerlSettings.from_json(os.environ.get(SETTINGS) or "{}", source=SETTINGS)
+
+
+def check_packed_sync() -> None:
+    """Checks that our vLLM workers will get the packed weight syncs that the settings ask for.
+
+    Raises:
+        ConfigError: If our entry has not started the job. verl's own vLLM workers would take buckets for weights.
+    """
+    if settings().packed_sync and env.RUN_ID not in os.environ:
+        raise ConfigError(
+            f"{NODE}.packed_sync=true needs our entry, which gives vLLM our workers: start the job with "
+            "rl_safe_workers.adapters.verl.main_ppo"
+        )
 
 
 def job_variables(wanted: VerlSettings, environ: Mapping[str, str] | None = None) -> dict[str, str]:

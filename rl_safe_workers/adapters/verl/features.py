@@ -10,7 +10,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Attributes in which HF configurations keep the number of experts."""
 
 
-def features_of(hf_config: Any, engine_config: Any) -> Features:
+def features_of(hf_config: Any, engine_config: Any, *, weights_over_world: bool = False) -> Features:
     """Returns the features of a model under verl's engine.
 
     The defaults here are the values that verl sets (transformer_impl.py:365-372). ``override_transformer_config``
@@ -19,6 +19,7 @@ def features_of(hf_config: Any, engine_config: Any) -> Features:
     Args:
         hf_config: transformers' configuration of the model.
         engine_config: verl's ``McoreEngineConfig``.
+        weights_over_world: True if weight syncs use the default group.
     """
     text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
     overrides = dict(engine_config.override_transformer_config or {})
@@ -35,6 +36,7 @@ def features_of(hf_config: Any, engine_config: Any) -> Features:
         expert_bias=bool(overrides.get("moe_router_enable_expert_bias", getattr(text, "n_routed_experts", 0))),
         aux_loss=overrides.get("moe_router_load_balancing_type", "none") != "none",
         context_exchange=context_exchange(overrides.get("cp_comm_type"), is_hybrid=_is_hybrid(text)),
+        weights_over_world=weights_over_world,
         optimizer_instances=int(ddp.get("num_distributed_optimizer_instances", 1)),
     )
 

@@ -19,27 +19,26 @@ from rl_safe_workers.models.own_weights import OwnWeight, difference_from_export
 from rl_safe_workers.rollout.digest import digests as digests_of
 from rl_safe_workers.rollout.packed_updates import Named, bucket_tensor, plan_tensor
 from rl_safe_workers.rollout.packing import places_in
-from rl_safe_workers.rollout.protocol import Bucket
 from rl_safe_workers.rollout.sent_digests import SentDigests
 from rl_safe_workers.workers.packed_export import PackedExport
 
 logger = logging.getLogger(__name__)
 
-BUCKET_MEGABYTES = 256
-"""Most megabytes of weights in a bucket, if verl's own buckets are not smaller."""
+BUCKET_BYTES = 256 * 2**20
+"""Most bytes of weights in a bucket, if verl's own buckets are not smaller. A larger weight has a bucket of its own."""
 
 
 class PackedSync:
     """The weights that an engine sends. The first sync is verl's own, and later ones are packed if that is possible."""
 
-    def __init__(self, engine: Any, *, bucket_bytes: int) -> None:
+    def __init__(self, engine: Any, *, host_bytes: int) -> None:
         """Plans nothing yet.
 
         Args:
             engine: verl's Megatron engine.
-            bucket_bytes: Most bytes of weights in a bucket.
+            host_bytes: Size of verl's own buckets.
         """
-        self._engine, self._bucket_bytes = engine, bucket_bytes
+        self._engine, self._host_bytes = engine, host_bytes
         self._export: PackedExport | None = None
         self._is_planned = False
 
@@ -72,10 +71,17 @@ class PackedSync:
     def _packed(self, export: PackedExport, digests: SentDigests | None) -> Iterator[Named]:
         device = next(self._engine.module[0].parameters()).device
         yield plan_tensor(export.buckets, device=device)
-        for number, (bucket, buffer) in enumerate(zip(export.buckets, export.tensors(device), strict=True)):
+        buffers = export.tensors(device)
+        for number, bucket in enumerate(export.buckets):
+            buffer = next(buffers)
             if digests is not None:
-                _digest(digests, bucket, buffer)
+                digests.add([spec.name for spec in bucket.specs], partial(digests_of, places_in(bucket, buffer)))
+            if buffer.nbytes > self._host_bytes and buffer.is_cuda:
+                # verl lets the engine read such a tensor where it is, and may not wait until it is complete
+                # (bucketed_weight_transfer.py: _direct_send_large_weight).
+                torch.cuda.current_stream(device).synchronize()
             yield bucket_tensor(number, buffer)
+            del buffer  # before the next one is made
 
     @torch.no_grad()
     def _plan(self, form: dict[str, tuple[torch.Size, torch.dtype]]) -> None:
@@ -85,7 +91,9 @@ class PackedSync:
             if dist.get_rank() == 0:
                 logger.warning("rl_safe: weight syncs are not packed: %s", own)
             return
-        self._export = PackedExport(own, training_rank=dist.get_rank(), bucket_bytes=self._bucket_bytes)
+        self._export = PackedExport(
+            own, training_rank=dist.get_rank(), bucket_bytes=min(BUCKET_BYTES, self._host_bytes)
+        )
         if dist.get_rank() == 0:
             logger.warning(
                 "rl_safe: later weight syncs send %d weights in %d buckets", len(form), len(self._export.buckets)
@@ -103,7 +111,3 @@ class PackedSync:
         if tasks is None:
             return "the export converts weights to fp8"
         return own_weights_of_tasks(engine.bridge, engine.module, filter(None, tasks), form)
-
-
-def _digest(digests: SentDigests, bucket: Bucket, buffer: torch.Tensor) -> None:
-    digests.add([spec.name for spec in bucket.specs], partial(digests_of, places_in(bucket, buffer)))

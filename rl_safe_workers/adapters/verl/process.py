@@ -69,7 +69,8 @@ class TrainerProcess(HostedTrainer):
         settings: The adapter's settings.
         save_seconds: Seconds that saves have taken since the metrics were last read.
         is_gathering: Whether this rank takes part in a gather of weights for a sync.
-        sync_is_packed: Whether the last weight sync was packed; None if the settings do not ask for that.
+        sync_is_packed: Whether the current or the last weight sync is packed; None before it, and if the settings do
+            not ask for that.
         has_trained: Whether there was an update since the metrics were last read.
         tracker: Names a step once every engine has saved it.
         saves: The saves in the background.

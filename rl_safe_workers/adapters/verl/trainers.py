@@ -56,9 +56,13 @@ class _Guarded:
 
 
 def _transfer(manager: Any, trainer: Any) -> Any:
-    """Guards verl's ``CheckpointEngineManager``, and proves its syncs if the settings say so."""
-    guarded, every = guarded_transfer(manager, trainer.rl_safe_waits), trainer.rl_safe_settings.prove_sync_freq
-    return guarded if every < 0 else ProvedTransfer(guarded, trainer.rl_safe_waits, every=every)
+    """Guards verl's ``CheckpointEngineManager``. Checks packed syncs, and proves syncs, if the settings say so."""
+    guarded, settings = guarded_transfer(manager, trainer.rl_safe_waits), trainer.rl_safe_settings
+    if settings.prove_sync_freq < 0 and not settings.packed_sync:
+        return guarded
+    return ProvedTransfer(
+        guarded, trainer.rl_safe_waits, every=settings.prove_sync_freq, is_packed=settings.packed_sync
+    )
 
 
 def _within(name: str, phase: Phase) -> Callable[..., Any]:

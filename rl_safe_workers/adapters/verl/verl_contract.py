@@ -187,6 +187,7 @@ ENGINE_NAMES: tuple[HostName, ...] = (
         "vLLMColocateWorkerExtension._update_weights(self, weights, peft_config, base_sync_done)",
         "vLLMColocateWorkerExtension._iter_all_models_with_config(self)",
     ),
+    *_named(_VLLM_WORKER, "called", "vLLMColocateWorkerExtension._iter_all_models(self)"),
     *_named(_VLLM_SERVER, "overridden", "vLLMHttpServer._get_worker_extension_cls(self)"),
     *_named(_VLLM_SERVER, "derived from", "vLLMReplica"),
     *_named(_REPLICA, "takes our replicas", "RolloutReplicaRegistry.register(cls, name, loader)"),

@@ -17,6 +17,7 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
+from rl_safe_workers.errors import first_line
 from rl_safe_workers.rollout.packed_updates import PackedUpdates
 from rl_safe_workers.rollout.packing import spec_of
 from rl_safe_workers.rollout.protocol import WeightSpec
@@ -35,7 +36,12 @@ class SafeWorkerExtension(ProvedWorker, vLLMColocateWorkerExtension):
     @cached_property
     def _rl_safe_packed(self) -> PackedUpdates:
         parallel = self.model_runner.vllm_config.parallel_config
-        return PackedUpdates(parts=parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
+        replicas = parallel.data_parallel_size if parallel.enable_expert_parallel else 1
+        return PackedUpdates(parts=parallel.tensor_parallel_size * parallel.pipeline_parallel_size * replicas)
+
+    def rl_safe_learn_anew(self) -> None:
+        """Makes the next packed sync go through the loaders, and learn the direct way anew."""
+        self._rl_safe_packed.abandon()
 
     def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
         """Receives weights as verl does. Reads them back if they are to be proved.
@@ -48,7 +54,7 @@ class SafeWorkerExtension(ProvedWorker, vLLMColocateWorkerExtension):
         try:
             with self._rl_safe_proving():
                 super().update_weights_from_ipc(*args, **kwargs)
-                packed.end(self.model_runner.model.parameters())
+                packed.end(parameter for model in self._iter_all_models() for parameter in model.parameters())
         except Exception:
             packed.abandon()
             raise
@@ -83,6 +89,18 @@ class SafeServer(vLLMHttpServer):
     async def rl_safe_prove(self) -> str | None:
         """Calls `SafeWorkerExtension.rl_safe_prove` on the engine's workers. Returns the first reason, if any."""
         return next(filter(None, await self.engine.collective_rpc("rl_safe_prove")), None)
+
+    async def rl_safe_learn_anew(self) -> str | None:
+        """Calls `SafeWorkerExtension.rl_safe_learn_anew` on the engine's workers.
+
+        Returns:
+            The reason why the workers cannot take packed weights; None if they can.
+        """
+        try:
+            await self.engine.collective_rpc("rl_safe_learn_anew")
+        except Exception as error:
+            return f"its worker_extension_cls is not derived from {SafeWorkerExtension.__name__}: {first_line(error)}"
+        return None
 
     async def rl_safe_held(self) -> HeldWeights | None:
         """Returns the weights that the engine holds after the last sync; None if no weights were received."""

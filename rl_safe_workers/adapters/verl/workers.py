@@ -71,7 +71,7 @@ class SafeTrainingWorker(_Calls, TrainingWorker):
         if settings.release_comms:
             backend = world_backend(is_cpu=is_cpu, sends_unbatched=stages > 1)
         # verl passes no timeout (engine_workers.py:89), and returns early if a group exists.
-        with limited_world(settings.bootstrap, stages=stages):
+        with limited_world(settings.bootstrap, stages=stages, carries_weights=settings.packed_sync):
             initialize_global_process_group_ray(settings.nccl_timeout, backend=backend)
         super().__init__(config)
         if self.engine_config.strategy == STRATEGY and not hasattr(self.engine, "process"):
