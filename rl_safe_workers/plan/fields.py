@@ -309,6 +309,13 @@ FIELDS = (
         help="whether communicators' memory is given to the rollout",
         verl="actor_rollout_ref.rl_safe.release_comms",
     ),
+    Field(
+        name="world_syncs",
+        kind=bool,
+        help="weight syncs use the trainers' default group, as the built-in run's do if colocated",
+        default=False,
+        verl="actor_rollout_ref.rl_safe.packed_sync",
+    ),
     Field(name="timeout_s", kind=float, help="timeout of the default group, seconds", most=1e9),
     Field(
         name="unread_timeout_s",

@@ -90,6 +90,7 @@ class Request:
     bootstrap: bool
     budget: bool
     release_comms: bool
+    world_syncs: bool
     timeout_s: float | None
     unread_timeout_s: float | None
     group_timeout_s: float | None
@@ -142,7 +143,7 @@ class Request:
             # ms-swift replaces Megatron's function that sends in batches (swift/megatron/init.py:23).
             p2p_over_world=self.host == "ms-swift" and self.sends == "batched",
             optimizer_instances=self.optimizer_instances,
-            weights_over_world=self.colocated and self.host == "rl-safe",
+            weights_over_world=self.world_syncs or (self.colocated and self.host == "rl-safe"),
         )
 
 

@@ -384,3 +384,10 @@ def test_no_configuration_however_wrong_makes_a_traceback_or_takes_a_second(caps
         assert code == 0 or any(word in error for word in ("it takes", "set ", "say how", "leave")), (arguments, error)
     assert codes[0] >= CONFIGURATIONS / 10
     assert codes[2] >= CONFIGURATIONS / 3
+
+
+def test_packed_weight_syncs_of_verl_use_the_default_group() -> None:
+    given = ["trainer.nnodes=1", "trainer.n_gpus_per_node=4"]
+    packed = request_of(verl_source([*given, "actor_rollout_ref.rl_safe.packed_sync=true"]))
+    assert packed.features(moe=True, tied=False).weights_over_world
+    assert not request_of(verl_source(given)).features(moe=True, tied=False).weights_over_world
