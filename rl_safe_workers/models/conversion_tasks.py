@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rl_safe_workers.comms.json_gather import gather_json
+from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import (
     Announced,
     OwnWeight,
@@ -61,12 +62,15 @@ def own_weights_of_tasks(
     Returns:
         The weights; or, on every rank, the reason why the export is needed. For example, some models have one HF weight
         for all experts, which are on several ranks.
+
+    Raises:
+        WeightSyncError: On every rank, if the conversion of a tensor-parallel parameter has failed on one.
     """
     own, kinds, tasks = list[OwnWeight](), dict[tuple[int, str], int](), list(tasks)
     problems = gather_json(_problem(auto_bridge, tasks), group=dist.group.WORLD)  # type: ignore[arg-type]
     if found := next(filter(None, problems), None):
         return str(found)
-    problem = None
+    failure = None
     for position, task in enumerate(tasks):
         if task.param_weight is None:
             continue  # another pipeline stage has it
@@ -76,12 +80,16 @@ def own_weights_of_tasks(
         if is_first_replica(is_expert=mapping.is_expert):
             try:
                 own.append(_of_task(auto_bridge, list(models), task, place))
-            except Exception as error:  # the other ranks wait for this one below
-                problem = f"{task.global_param_name} cannot be converted alone: {type(error).__name__}: {error}"
+            except Exception as error:  # the other ranks come to the gather below
+                text = f"{task.global_param_name} cannot be converted alone: {type(error).__name__}: {error}"
+                failure = text, mapping.tp_size > 1
                 break
-    problems = gather_json(problem, group=dist.group.WORLD)  # type: ignore[arg-type]
-    if found := next(filter(None, problems), None):
-        return str(found)
+    failures = gather_json(failure, group=dist.group.WORLD)  # type: ignore[arg-type]
+    for text, is_split in filter(None, failures):
+        if is_split:
+            # The tensor-parallel peers may have gathered without this rank, so their group is out of step.
+            raise WeightSyncError(text)
+        return str(text)
     obstacle = difference_from_export(own, announced)
     return own if obstacle is None else obstacle
 

@@ -26,7 +26,8 @@ from rl_safe_workers.rollout.protocol import Bucket
 logger = logging.getLogger(__name__)
 
 Weights = Iterator[tuple[str, torch.Tensor]]
-NOT_TRIED, _NOT_PROVEN = "there was no update so far", "the first update goes through them"
+_NOT_TRIED, _NOT_PROVEN = "there was no update so far", "the first update goes through them"
+_MOVED = "the model's weights have moved"
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,25 +237,31 @@ class LearnedLoad:
 
     def __init__(self) -> None:
         """Knows nothing yet."""
-        self.obstacle: str | None = NOT_TRIED
+        self.obstacle: str | None = _NOT_TRIED
         self._plan: DirectLoad | None = None
+        self._is_tried = False
 
-    def forget(self) -> None:
-        """Forgets the plan, for example because an update has failed half-way. The next update learns it anew."""
-        self.obstacle, self._plan = NOT_TRIED, None
+    def forget(self, why: str = _NOT_TRIED) -> None:
+        """Forgets the plan, for example because an update has failed half-way. The next update learns it anew.
 
-    def begin(self, model: torch.nn.Module, learn: Callable[[], DirectLoad]) -> None:
+        Args:
+            why: The new `obstacle`.
+        """
+        self.obstacle, self._plan, self._is_tried = why, None, False
+
+    def begin(self, models: Sequence[torch.nn.Module], learn: Callable[[], DirectLoad]) -> None:
         """Prepares an update. Learns the plan if this has not been tried, or if the model's weights have moved.
 
         Args:
-            model: The model.
+            models: The models into which the loaders write.
             learn: Makes the plan.
         """
-        if self.obstacle is None and self._plan is not None and self._plan.moved(model.parameters()):
-            self.forget()
-        if self.obstacle != NOT_TRIED:
+        if self.obstacle is None:
+            self._forget_if_moved(parameter for model in models for parameter in model.parameters())
+        if self._is_tried:
             return
-        self.obstacle = _computes(model)
+        self._is_tried = True
+        self.obstacle = next(filter(None, map(_computes, models)), None)
         if self.obstacle is None:
             self._plan = learn()
             self.obstacle = self._plan.obstacle or _NOT_PROVEN
@@ -280,8 +287,7 @@ class LearnedLoad:
         if self._plan is None:
             return
         if self.obstacle is None:
-            if self._plan.moved(parameters):
-                self.forget()  # this update is complete, but the next one would write into memory that nobody reads
+            self._forget_if_moved(parameters)
             return
         self.obstacle = self._plan.check(parameters)
         if self.obstacle is not None:
@@ -290,6 +296,11 @@ class LearnedLoad:
             "weight updates go %s",
             "straight into the model" if self.obstacle is None else f"through the model's loaders: {self.obstacle}",
         )
+
+    def _forget_if_moved(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Forgets a proven plan that would write into memory that nobody reads."""
+        if self._plan is not None and self._plan.moved(parameters):
+            self.forget(_MOVED)
 
 
 def _computes(model: torch.nn.Module) -> str | None:

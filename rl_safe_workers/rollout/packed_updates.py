@@ -89,24 +89,28 @@ class PackedUpdates:
         """Returns True if these tensors are part of a packed update."""
         return any(name == _PLAN or name.startswith(_BUCKET) for name, _ in weights)
 
-    def load(self, weights: Sequence[Named], model: torch.nn.Module, load: Callable[[Iterator[Named]], object]) -> None:
+    def load(
+        self, weights: Sequence[Named], models: Sequence[torch.nn.Module], load: Callable[[Iterator[Named]], object]
+    ) -> None:
         """Loads some tensors of an update, in their order.
 
         Args:
             weights: Name and tensor of each. The tensors may be changed after the call.
-            model: The model.
-            load: Loads whole HF weights into the model.
+            models: The models into which ``load`` writes.
+            load: Loads whole HF weights.
 
         Raises:
             WeightSyncError: If a tensor does not belong to the plan.
         """
         for name, tensor in weights:
             if name == _PLAN:
-                self._begin(tensor, model, load)
+                self._begin(tensor, models, load)
             else:
                 self._load_bucket(name, tensor, load)
 
-    def _begin(self, text: torch.Tensor, model: torch.nn.Module, load: Callable[[Iterator[Named]], object]) -> None:
+    def _begin(
+        self, text: torch.Tensor, models: Sequence[torch.nn.Module], load: Callable[[Iterator[Named]], object]
+    ) -> None:
         plan = text.cpu().numpy().tobytes()
         if plan != self._text:
             self._buckets = [(bucket, parts_of(bucket, (ONLY_RANK,))[0]) for bucket in _read_plan(plan)]
@@ -114,7 +118,7 @@ class PackedUpdates:
             self._loading.forget()
         self._missing = set(range(len(self._buckets)))
         learn = partial(DirectLoad, self._buckets, load, device=text.device, parts=self._parts)
-        self._loading.begin(model, learn)
+        self._loading.begin(models, learn)
 
     def _load_bucket(self, name: str, buffer: torch.Tensor, load: Callable[[Iterator[Named]], object]) -> None:
         number = int(name.removeprefix(_BUCKET)) if name.removeprefix(_BUCKET).isdecimal() else -1
@@ -134,7 +138,7 @@ class PackedUpdates:
         """Ends an update, after the model's layers have converted their weights. Does nothing if it was not packed.
 
         Args:
-            parameters: The model's parameters.
+            parameters: The parameters of all models.
 
         Raises:
             WeightSyncError: If a bucket has not come.

@@ -213,7 +213,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             return
         mine = [(bucket, parts[self._rank.rank]) for bucket, parts in self._buckets]
         learn = partial(DirectLoad, mine, self._load_weights, device=self.device, parts=self._rank.size)
-        self._loading.begin(self.model, learn)
+        self._loading.begin([self.model], learn)
         self._reads = PartReads()
         if self._read_back is not None:
             self._read_back.watch()

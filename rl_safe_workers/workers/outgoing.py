@@ -158,7 +158,7 @@ class Outgoing:
         if len({spec.name for spec in specs}) < len(specs):
             raise WeightSyncError("two training ranks would send the same weight")
         source_of: dict[tuple[str, ...], int] = {(spec.name,): spec.source for spec in specs} if by_source else {}
-        # A parameter may have no weights. All ranks that take part in it then take it first.
+        # A parameter may have no weights. All ranks that take part in it then sort it among those of rank 0.
         in_order = sorted(own, key=lambda weight: (source_of.get(weight.names[:1], 0), weight.place))
         sent = {spec.name for spec in specs if spec.source == training_rank}
 

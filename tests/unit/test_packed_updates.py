@@ -45,7 +45,7 @@ def _tensors(seed: int) -> list[Named]:
 def _update(updates: PackedUpdates, loads: _Loads, tensors: Sequence[Named]) -> None:
     # A host may divide the tensors among several calls.
     for part in (tensors[:2], tensors[2:]):
-        updates.load(part, loads.module, loads.load)
+        updates.load(part, [loads.module], loads.load)
     updates.end(loads.model.tensors())
 
 
@@ -90,7 +90,7 @@ def test_hf_weights_are_not_taken_for_a_packed_update() -> None:
 
 def test_an_update_that_lacks_a_bucket_is_refused() -> None:
     loads, updates = _Loads(Model()), PackedUpdates(parts=1)
-    updates.load(_tensors(0)[:-1], loads.module, loads.load)
+    updates.load(_tensors(0)[:-1], [loads.module], loads.load)
     with pytest.raises(WeightSyncError, match=rf"^1 of {len(BUCKETS)} buckets of a weight update did not come$"):
         updates.end(loads.model.tensors())
 
@@ -107,9 +107,9 @@ def test_an_update_that_lacks_a_bucket_is_refused() -> None:
 )
 def test_a_tensor_that_is_not_the_plans_is_refused(tensor: Named, message: str) -> None:
     loads, updates = _Loads(Model()), PackedUpdates(parts=1)
-    updates.load(_tensors(0)[:2], loads.module, loads.load)
+    updates.load(_tensors(0)[:2], [loads.module], loads.load)
     with pytest.raises(WeightSyncError, match=message):
-        updates.load([tensor], loads.module, loads.load)
+        updates.load([tensor], [loads.module], loads.load)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_plan_that_is_none_is_refused_and_the_next_one_is_taken(text: str) -> 
     loads, updates = _Loads(Model()), PackedUpdates(parts=1)
     plan = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     with pytest.raises(WeightSyncError, match="^the plan of a weight update cannot be read: "):
-        updates.load([("rl_safe.plan", plan)], loads.module, loads.load)
+        updates.load([("rl_safe.plan", plan)], [loads.module], loads.load)
     updates.abandon()
     _update(updates, loads, _tensors(0))
     assert updates.obstacle is None
@@ -137,7 +137,7 @@ def test_a_plan_that_is_none_is_refused_and_the_next_one_is_taken(text: str) -> 
 
 def test_an_update_that_broke_off_is_forgotten_and_the_next_one_is_whole() -> None:
     loads, updates = _Loads(Model()), PackedUpdates(parts=1)
-    updates.load(_tensors(0)[:3], loads.module, loads.load)
+    updates.load(_tensors(0)[:3], [loads.module], loads.load)
     updates.abandon()
     _update(updates, loads, _tensors(1))
     assert updates.obstacle is None
@@ -161,12 +161,14 @@ def test_a_model_that_moves_its_weights_after_a_direct_update_is_learned_anew() 
     loads, updates = _Loads(Model()), PackedUpdates(parts=1)
     for seed in range(2):
         _update(updates, loads, _tensors(seed))
-    updates.load(_tensors(2), loads.module, loads.load)
+    updates.load(_tensors(2), [loads.module], loads.load)
     loads.model.joined = loads.model.joined.clone()
     updates.end(loads.model.tensors())
+    assert updates.obstacle == "the model's weights have moved"
     calls = loads.calls
     _update(updates, loads, _tensors(3))
     assert loads.calls > calls
+    assert updates.obstacle is None
     loads.model.norm = loads.model.norm.clone()  # between two updates
     _update(updates, loads, _tensors(3))
     expected = _by_loaders(Model(), 3).tensors()

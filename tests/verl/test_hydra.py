@@ -231,6 +231,10 @@ PACKED = [*ON, "+actor_rollout_ref.rl_safe.packed_sync=true", f"{ROLLOUT}.name=v
             "packed_sync=true with .*name=sglang: only syncs to vLLM's engines are pack",
         ),
         ([*PACKED, f"{ROLLOUT}.checkpoint_engine.backend=nccl"], "backend=nccl: .*; set .*rl_safe.packed_sync=false"),
+        (
+            [*PACKED, f"{ROLLOUT}.disaggregation.enabled=true"],
+            "disaggregation.enabled=True: only syncs to whole engines",
+        ),
         ([*PACKED, "actor_rollout_ref.model.lora_rank=8"], "packed_sync=true with LoRA adapters: it needs syncs of"),
         ([*ON, "+actor_rollout_ref.rl_safe.bucket_megabytes=3"], "update_weights_bucket_megabytes"),
     ],

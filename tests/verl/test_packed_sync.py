@@ -50,7 +50,7 @@ class _Rollout:
             if self.tensors == 1:
                 self.is_packed.append(PackedUpdates.is_packed([weight]))
             if self.is_packed[-1]:
-                self._updates.load([weight], torch.nn.Module(), self._keep)
+                self._updates.load([weight], [], self._keep)
             else:
                 self._keep(iter([weight]))
         self._updates.end(())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from functools import wraps
 from typing import Any
 
@@ -40,8 +41,8 @@ class RolloutCalls:
         """
         self.awaited: RankId | str | None = None
         self._before_cache = before_cache
-        self._answers: list[ray.ObjectRef] = []
-        """The answer of an engine that this rank sends weights to."""
+        self._answer: Future[Any] | None = None
+        """The answer of the engine that this rank sends weights to."""
         for one in rollout:
             if hasattr(one, _ENGINE_CALL):
                 setattr(one, _ENGINE_CALL, self._kept(getattr(one, _ENGINE_CALL)))
@@ -54,16 +55,15 @@ class RolloutCalls:
 
         verl looks at the engine's answer only when all weights are sent, and sends block until the engine reads.
         """
-        if self._answers and ray.wait(self._answers, timeout=0)[0]:
-            answers, self._answers = self._answers, []
-            ray.get(answers)
+        if (answer := self._answer) is not None and answer.done():
+            answer.result()
 
     def _kept(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(stock)
         async def call(*args: Any, **kwargs: Any) -> Any:
             answer = await stock(*args, **kwargs)
             if isinstance(answer, ray.ObjectRef):
-                self._answers = [answer]
+                self._answer = answer.future()
             return answer
 
         return call

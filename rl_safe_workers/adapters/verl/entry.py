@@ -48,7 +48,10 @@ _PROVED: _Fits = (
     (f"{_ROLLOUT}.pipeline_model_parallel_size", (1,), _TENSOR_PARALLEL),
     (f"{_ROLLOUT}.disaggregation.enabled", (False,), _TENSOR_PARALLEL),
 )
-_PACKED = _on_trainers_gpus("packed")
+_PACKED: _Fits = (
+    *_on_trainers_gpus("packed"),
+    (f"{_ROLLOUT}.disaggregation.enabled", (False,), "only syncs to whole engines are packed"),
+)
 MODES = ("sync", "colocate_async", "separate_async")
 
 
@@ -113,6 +116,8 @@ def check_sft(config: DictConfig) -> VerlSettings | None:
     settings = read_sft_settings(config)
     if not _is_enabled(settings, entry="verl.trainer.sft_trainer"):
         return None
+    if settings.packed_sync:
+        raise ConfigError(f"{NODE}.packed_sync=true: supervised fine-tuning has no weight syncs; set it to false")
     # verl's node for Megatron's engine has no key ``strategy``: it is a default of the settings' class.
     target = OmegaConf.select(config, "engine._target_")
     strategy = OmegaConf.select(config, "engine.strategy") or (STRATEGY if target == MEGATRON_ENGINE else target)

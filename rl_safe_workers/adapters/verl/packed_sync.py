@@ -18,7 +18,8 @@ from rl_safe_workers.models.conversion_tasks import own_weights_of_tasks
 from rl_safe_workers.models.own_weights import OwnWeight, difference_from_export
 from rl_safe_workers.rollout.digest import digests as digests_of
 from rl_safe_workers.rollout.packed_updates import Named, bucket_tensor, plan_tensor
-from rl_safe_workers.rollout.packing import places_in
+from rl_safe_workers.rollout.packing import dtype_name, places_in
+from rl_safe_workers.rollout.protocol import ITEM_BYTES
 from rl_safe_workers.rollout.sent_digests import SentDigests
 from rl_safe_workers.workers.packed_export import PackedExport
 
@@ -101,6 +102,9 @@ class PackedSync:
 
     def _own_weights(self, form: dict[str, tuple[torch.Size, torch.dtype]]) -> list[OwnWeight] | str:
         engine = self._engine
+        for name, (_, dtype) in form.items():
+            if dtype_name(dtype) not in ITEM_BYTES:
+                return f"{name} is {dtype}"
         if engine.vanilla_bridge:
             if not hasattr(engine.bridge, "own_weights"):
                 return "mbridge does not tell which rank has which weight; use Megatron-Bridge (vanilla_mbridge=false)"

@@ -73,7 +73,8 @@ class ProvedTransfer(PassThrough):
             ConfigError: If an engine cannot take packed weights; says why.
         """
         calls = [engine.rl_safe_learn_anew.remote() for engine in self._engines()]
-        obstacles = self._waits.bounded(Phase.SYNC, "the preparation of a packed weight sync", lambda: ray.get(calls))
+        what = "the preparation of a packed weight sync"
+        obstacles = self._waits.bounded(Phase.SYNC, what, lambda: ray.get(calls), workers_first=False)
         for rank, obstacle in enumerate(obstacles):
             if obstacle is not None:
                 raise ConfigError(f"rollout rank {rank}: {NODE}.packed_sync=true: {obstacle}")

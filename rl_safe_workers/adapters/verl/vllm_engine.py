@@ -50,7 +50,7 @@ class SafeWorkerExtension(ProvedWorker, vLLMColocateWorkerExtension):
             WeightSyncError: If a part of a packed sync does not come, or does not belong to it.
         """
         self._rl_safe_specs, packed = (), self._rl_safe_packed
-        went_by_loaders = packed.obstacle
+        obstacle_before = packed.obstacle
         try:
             with self._rl_safe_proving():
                 super().update_weights_from_ipc(*args, **kwargs)
@@ -58,7 +58,7 @@ class SafeWorkerExtension(ProvedWorker, vLLMColocateWorkerExtension):
         except Exception:
             packed.abandon()
             raise
-        if packed.obstacle != went_by_loaders:
+        if packed.obstacle != obstacle_before:
             # A warning, because verl shows no lower log level of its workers.
             how = "straight into the model" if packed.obstacle is None else f"by the loaders: {packed.obstacle}"
             logger.warning("rl_safe: packed weight syncs now go %s", how)
@@ -66,7 +66,9 @@ class SafeWorkerExtension(ProvedWorker, vLLMColocateWorkerExtension):
     def _update_weights(self, weights: Sequence[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> None:
         load = super()._update_weights
         if PackedUpdates.is_packed(weights):
-            self._rl_safe_packed.load(weights, self.model_runner.model, lambda whole: load([*whole], *args, **kwargs))
+            self._rl_safe_packed.load(
+                weights, [*self._iter_all_models()], lambda whole: load([*whole], *args, **kwargs)
+            )
             if self._rl_safe_is_due:
                 self._rl_safe_specs = self._rl_safe_packed.specs
             return
@@ -99,7 +101,10 @@ class SafeServer(vLLMHttpServer):
         try:
             await self.engine.collective_rpc("rl_safe_learn_anew")
         except Exception as error:
-            return f"its worker_extension_cls is not derived from {SafeWorkerExtension.__name__}: {first_line(error)}"
+            return (
+                f"its workers did not take a call: {first_line(error)}; a worker_extension_cls must be derived from "
+                f"{SafeWorkerExtension.__module__}.{SafeWorkerExtension.__qualname__}"
+            )
         return None
 
     async def rl_safe_held(self) -> HeldWeights | None:
