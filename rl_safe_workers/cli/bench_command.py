@@ -30,6 +30,7 @@ BENCHMARKS: Mapping[str, str] = {
     "control": "operations of the control plane over the store, signed and unsigned",
     "nemo_rl": "NeMo RL's own script on 2 GPUs, with our workers: runs, steps, refits and failures, against its own",
     "weight_sync": "weight syncs into vLLM on 2 GPUs, of many names and of many bytes, against a broadcast and a copy",
+    "packed_export": "the weights of four trainers brought to all of them in buckets, against the bridge's export",
     "sync_delta": "the weights that a GRPO step changes in bf16, and what a sync of these alone would save",
     "sync_proof": "500 clean proved weight syncs: false alarms and seconds; the speed of digests, against a copy's",
     "watch": "what the watch of ranks costs a plain Megatron script: its threads, its memory, and steps in turns",
