@@ -304,9 +304,9 @@ class LearnedLoad:
 
 
 def _computes(model: torch.nn.Module) -> str | None:
-    """Returns the part of a model that derives values from its weights; None if there is none.
+    """Looks for a layer that computes other values from its weights, as quantised layers and latent attention do.
 
-    Quantisation and latent attention derive such values.
+    Returns a sentence that names the first such layer. Returns None if the model has no such layer.
     """
     for module in model.modules():
         method = type(getattr(module, "quant_method", None)).__name__
