@@ -1,4 +1,4 @@
-"""Plans which cut of each weight a rank of a tensor-parallel engine gets in a weight sync.
+"""Plans what a rank of an engine gets of each weight in a weight sync: a cut, the whole, or nothing.
 
 The rules are vLLM's, as data. Imports neither torch nor vLLM, so that a plan can be made and shown anywhere.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from types import MappingProxyType
 from typing import NamedTuple
 
 from rl_safe_workers.findings import counted
@@ -89,6 +91,22 @@ class EngineRank:
             return Cut(axis=0, first=self.rank * parts // self.size * (rows // parts), length=rows // parts, of=rows)
         return None
 
+    def sent(self, name: str, layer: str, shape: tuple[int, ...], *, experts: Mapping[str, int]) -> Cut | None:
+        """Returns the cut of a weight that is sent to this rank; None if the whole is sent.
+
+        That is the cut that it holds. Of an expert that only other ranks hold, it is a cut without rows.
+
+        Args:
+            name: HF name of the weight.
+            layer: Name of the layer, or of the expert tensor, that holds it.
+            shape: Shape of the whole weight.
+            experts: Number of experts of each layer; see `experts_of`.
+        """
+        match = EXPERT.fullmatch(name) if self.expert_parallel and layer in EXPERTS else None
+        if match is not None and self.expert(int(match["expert"]), of=experts[match["layer"]]) is None:
+            return Cut(axis=0, first=0, length=0, of=shape[0])
+        return self.cut(name, layer, shape)
+
 
 ONLY_RANK = EngineRank()
 """The rank of an engine without tensor parallelism."""
@@ -152,7 +170,7 @@ class BucketPart:
     bucket: Bucket
     """The weights, with the shapes of their cuts."""
     cuts: tuple[Cut | None, ...]
-    """The cut of each weight; None: it is whole."""
+    """The cut of each weight; None: it is whole. A cut without rows: this rank gets nothing of the weight."""
     start: int
     """Offset in bytes of the part in the memory of the bucket. The parts lie one after another."""
 
@@ -175,18 +193,31 @@ def engine_ranks(size: int, kv_heads: int, *, expert_parallel: bool = False) -> 
     )
 
 
-def parts_of(bucket: Bucket, ranks: Sequence[EngineRank]) -> tuple[BucketPart, ...]:
-    """Divides a bucket among the ranks of an engine. A weight that they do not cut goes to each of them.
+def experts_of(specs: Iterable[WeightSpec]) -> dict[str, int]:
+    """Returns the number of experts of each layer that has some, e.g. ``{"model.layers.0.mlp.experts": 128}``."""
+    found: dict[str, int] = {}
+    for match in filter(None, (EXPERT.fullmatch(spec.name) for spec in specs)):
+        found[match["layer"]] = max(found.get(match["layer"], 0), int(match["expert"]) + 1)
+    return found
+
+
+def parts_of(
+    bucket: Bucket, ranks: Sequence[EngineRank], *, experts: Mapping[str, int] = MappingProxyType({})
+) -> tuple[BucketPart, ...]:
+    """Divides a bucket among the ranks of an engine.
+
+    A weight that they do not cut goes to each of them. An expert goes only to the ranks that hold it.
 
     Args:
         bucket: Whole weights.
         ranks: All ranks of an engine.
+        experts: Number of experts of each layer; see `experts_of`. Expert-parallel ranks need it.
     """
     if len(ranks) == 1:
         return (BucketPart(bucket=bucket, cuts=(None,) * len(bucket.specs), start=0),)
     layers = [layer_of(spec.name) for spec in bucket.specs]
     named = [*zip(bucket.specs, layers, strict=True)]
-    cuts = [tuple(rank.cut(spec.name, layer, spec.shape) for spec, layer in named) for rank in ranks]
+    cuts = [tuple(rank.sent(spec.name, layer, spec.shape, experts=experts) for spec, layer in named) for rank in ranks]
     buckets = [
         bucket_of(
             [
@@ -211,7 +242,10 @@ def plan_parts(
         ranks: The ranks of each engine.
         bucket_bytes: Most bytes of weights in a bucket; a larger weight travels alone.
     """
-    return [(bucket, parts_of(bucket, ranks)) for bucket in plan_buckets(specs, bucket_bytes=bucket_bytes)]
+    experts = experts_of(specs)
+    return [
+        (bucket, parts_of(bucket, ranks, experts=experts)) for bucket in plan_buckets(specs, bucket_bytes=bucket_bytes)
+    ]
 
 
 def plan_in_words(buckets: Sequence[tuple[Bucket, Sequence[BucketPart]]]) -> str:
@@ -226,15 +260,21 @@ def plan_in_words(buckets: Sequence[tuple[Bucket, Sequence[BucketPart]]]) -> str
     by_rank = [[parts[rank] for _, parts in buckets] for rank in range(len(buckets[0][1]) if buckets else 0)]
     if len(by_rank) < 2:
         return told
-    cuts = [cut for part in by_rank[0] for cut in part.cuts]
-    by_rows, by_columns = (
-        sum(cut is not None and (cut.axis > 0) is columns for cut in cuts) for columns in (False, True)
-    )
+    kinds = Counter(_kind(cut) for part in by_rank[0] for cut in part.cuts)
     sizes = ", ".join(f"{sum(sum(part.bucket.sizes) for part in of_rank) / 2**20:.1f}" for of_rank in by_rank)
     return (
-        f"{told}; the ranks of an engine get {sizes} MiB: {by_rows} weights cut by rows, {by_columns} by columns, "
-        f"{cuts.count(None)} whole"
+        f"{told}; the ranks of an engine get {sizes} MiB: {kinds['rows']} weights cut by rows, "
+        f"{kinds['columns']} by columns, {kinds['whole']} whole"
+        + (f", and not the {kinds['elsewhere']} of experts that other ranks hold" if kinds["elsewhere"] else "")
     )
+
+
+def _kind(cut: Cut | None) -> str:
+    if cut is None:
+        return "whole"
+    if not cut.length:
+        return "elsewhere"
+    return "columns" if cut.axis else "rows"
 
 
 def layer_of(name: str) -> str:

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import torch
 
-from rl_safe_workers.rollout.cuts import EXPERT, EXPERTS, JOINED, JOINED_OF, ONLY_RANK, Cut, EngineRank
+from rl_safe_workers.rollout.cuts import EXPERT, EXPERTS, JOINED, JOINED_OF, ONLY_RANK, Cut, EngineRank, experts_of
 from rl_safe_workers.rollout.digest import WORD_BYTES, Span
 from rl_safe_workers.rollout.packing import DTYPES
 from rl_safe_workers.rollout.protocol import WeightSpec
@@ -167,14 +167,12 @@ class EnginePlaces:
 
 def _with_held_experts(places: Sequence[Place], rank: EngineRank) -> Iterator[Place]:
     """Yields the places without the experts that only other ranks hold. The others get their index on this rank."""
-    experts: dict[str, int] = {}
+    experts = experts_of(place.spec for place in places)
     for place in places:
-        if place.expert is not None:
-            experts[place.parameter] = max(experts.get(place.parameter, 0), place.expert + 1)
-    for place in places:
-        if place.expert is None:
+        match = EXPERT.fullmatch(place.spec.name)
+        if place.expert is None or match is None:
             yield place
-        elif (expert := rank.expert(place.expert, of=experts[place.parameter])) is not None:
+        elif (expert := rank.expert(place.expert, of=experts[match["layer"]])) is not None:
             yield replace(place, expert=expert)
 
 

@@ -73,17 +73,18 @@ def test_only_refits_that_are_due_are_proved(refits: dict[str, Refit]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "share"),
-    [({}, 1.3), ({"enable_expert_parallel": True}, 1.9)],  # each worker gets all experts
+    "options",
+    [{}, {"enable_expert_parallel": True}],
     ids=["tensor parallel", "expert parallel"],
 )
 def test_workers_of_an_engine_get_their_parts(
-    options: dict[str, Any], share: float, tmp_path_factory: pytest.TempPathFactory
+    options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("parts")
     create_seeded_model(folder / "model", SeededModelConfig())
     *trainers, refits = _ranks(folder, {"tensor_parallel_size": 2, **options})
-    assert all(1 < trainer.share < share for trainer in trainers)
+    # Each worker gets half of the weights, and the whole of those that they do not cut.
+    assert all(1 < trainer.share < 1.3 for trainer in trainers)
     for name in ("first", "third"):
         metrics = refits[name].metrics
         assert (metrics["rl_safe/sync_not_proved"], metrics["rl_safe/sync_redone"], refits[name].error) == (0, 0, "")

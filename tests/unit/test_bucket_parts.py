@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rl_safe_workers.rollout.cuts import BucketPart, engine_ranks, parts_of
+from rl_safe_workers.rollout.cuts import BucketPart, engine_ranks, parts_of, plan_parts
 from rl_safe_workers.rollout.direct_load import DirectLoad
 from rl_safe_workers.rollout.packing import spec_of, whole_weights
 from rl_safe_workers.rollout.part_reads import PartReads
@@ -161,3 +161,61 @@ def test_another_rank_s_cut_is_outside() -> None:
     with reads:
         _cut_of("model.embed_tokens.weight", dict(weights)["model.embed_tokens.weight"], 0, 2).clone()
     assert reads.outside is not None
+
+
+EXPERTS = torch.randn(5, 24, 8, generator=torch.Generator().manual_seed(0))
+OF_EXPERTS = [f"model.layers.0.mlp.experts.{expert}.up_proj.weight" for expert in range(len(EXPERTS))]
+HELD_EXPERTS = {0: [0, 1], 1: [2, 3], 2: [4]}
+"""Experts by the rank of three that holds them."""
+
+
+def _packed_experts() -> tuple[Bucket, list[BucketPart], list[torch.Tensor]]:
+    """Returns a bucket of experts and a norm, the parts of three expert-parallel ranks, and each part's memory."""
+    norm = torch.arange(8.0)
+    specs = [*(spec_of(name, expert) for name, expert in zip(OF_EXPERTS, EXPERTS, strict=True)), spec_of("norm", norm)]
+    ((bucket, parts),) = plan_parts(specs, engine_ranks(3, kv_heads=4, expert_parallel=True), bucket_bytes=10**6)
+    buffer = torch.full((parts[-1].end,), 7, dtype=torch.uint8)
+    outgoing = Outgoing(
+        specs=tuple(specs), mine=frozenset([*OF_EXPERTS, "norm"]), is_collective=False, weights=lambda _: iter(())
+    )
+    items = iter([(tuple(OF_EXPERTS), tuple(EXPERTS.unbind())), (("norm",), (norm,))])
+    outgoing.pack(bucket, items, buffer, training_rank=0, parts=parts)
+    return bucket, [*parts], [buffer[part.start : part.end] for part in parts]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_loads_its_own_experts_and_gets_no_others(rank: int) -> None:
+    bucket, parts, buffers = _packed_experts()
+    assert len(buffers[rank]) == 4 * (24 * 8 * len(HELD_EXPERTS[rank]) + 8)
+    held, norm = torch.zeros(len(HELD_EXPERTS[rank]), 24, 8), torch.zeros(8)
+
+    def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, whole in weights:
+            if name == "norm":
+                norm.copy_(whole)
+            elif (expert := OF_EXPERTS.index(name)) in HELD_EXPERTS[rank]:
+                held[HELD_EXPERTS[rank].index(expert)].copy_(whole)
+
+    def is_right() -> bool:
+        return torch.equal(held, EXPERTS[HELD_EXPERTS[rank]]) and torch.equal(norm, torch.arange(8.0))
+
+    load(iter(whole_weights(bucket, parts[rank], buffers[rank], device=CPU)))
+    assert is_right()
+    plan = DirectLoad([(bucket, parts[rank])], load, device=CPU, parts=3)
+    assert plan.obstacle is None
+    held.zero_()
+    plan.load(0, buffers[rank])
+    assert is_right()
+
+
+def test_a_read_of_another_ranks_expert_is_noted() -> None:
+    bucket, parts, buffers = _packed_experts()
+    weights = whole_weights(bucket, parts[2], buffers[2], device=CPU)
+    for name, whole in weights:
+        reads = PartReads()
+        reads.watch(weights, parts[2])
+        with reads:
+            whole.clone()
+        told = f" of {name} outside of the 0 of 24 rows that were sent"
+        assert (reads.outside or "").endswith("" if name in ("norm", OF_EXPERTS[4]) else told)
+        assert (reads.outside is None) == (name in ("norm", OF_EXPERTS[4]))

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from rl_safe_workers.rollout.cuts import BucketPart, engine_ranks, layer_of, parts_of, plan_in_words
+from rl_safe_workers.rollout.cuts import BucketPart, engine_ranks, layer_of, parts_of, plan_in_words, plan_parts
 from rl_safe_workers.rollout.protocol import WeightSpec, bucket_of
 
 HIDDEN, VOCABULARY = 64, 70_000
@@ -80,6 +80,27 @@ def test_the_plan_in_words() -> None:
     assert told == (
         "11 weights, 8.7 MiB, in 1 bucket; the ranks of an engine get 4.4, 4.3 MiB: "
         "7 weights cut by rows, 2 by columns, 2 whole"
+    )
+
+
+@pytest.mark.parametrize(("size", "owners"), [(2, [0, 0, 0, 1, 1, 1]), (4, [0, 0, 1, 1, 2, 3])])
+def test_an_expert_goes_only_to_the_rank_that_holds_it(size: int, owners: list[int]) -> None:
+    names = [f"model.layers.0.mlp.experts.{expert}.down_proj.weight" for expert in range(len(owners))]
+    specs = [_spec("model.norm.weight", HIDDEN), *(_spec(name, HIDDEN, 96) for name in names)]
+    # A bucket has few experts, so it does not tell how many there are.
+    planned = plan_parts(specs, engine_ranks(size, kv_heads=4, expert_parallel=True), bucket_bytes=3 * HIDDEN * 96)
+    assert len(planned) > len(owners) // 2
+    got = {
+        spec.name: [rank for rank, part in enumerate(parts) if part.bucket.sizes[number]]
+        for bucket, parts in planned
+        for number, spec in enumerate(bucket.specs)
+    }
+    owned = {name: [rank] for name, rank in zip(names, owners, strict=True)}
+    assert got == {"model.norm.weight": [*range(size)], **owned}
+    elsewhere = len(owners) - owners.count(0)
+    assert plan_in_words(planned).endswith(
+        f"0 weights cut by rows, 0 by columns, {owners.count(0) + 1} whole, and not the {elsewhere} of experts that "
+        "other ranks hold"
     )
 
 
