@@ -40,7 +40,6 @@ from benchmarks.verl_jobs import (
     Jobs,
     Wanted,
     checkpoints_of,
-    end_of,
     memory_of,
     metrics_of,
     slowest,
@@ -199,7 +198,7 @@ def steps(jobs: Jobs) -> list[Row]:
             jobs.is_quiet.wait(QUIET_WITHIN_S)
         done = running.result()
     found = {who: done.get(f"{who} steps") for who in (STOCK, OURS)}
-    rows = _exit_rows(jobs, wanted, done)
+    rows = _exit_rows(wanted, done)
     # A sync into test engines says little, so its ratio has no goal. Neither has that of a net update: in some updates
     # of both jobs, a garbage collection of all objects takes as long as half an update.
     for name, label, net, bound in (
@@ -263,7 +262,7 @@ def saves(jobs: Jobs) -> list[Row]:
         for who in (STOCK, OURS)
     ]
     done = jobs.run(wanted)
-    rows = _exit_rows(jobs, wanted, done)
+    rows = _exit_rows(wanted, done)
     both = [metrics_of(done[name].output()) if name in done else {} for name in ("ours save", "stock save")]
     for key in ("actor/loss", "actor/grad_norm"):
         gaps = [apart(*(of_steps.get(step, {}).get(key) for of_steps in both)) for step in range(1, SAVED_STEPS + 1)]
@@ -311,7 +310,7 @@ def resumes(jobs: Jobs) -> list[Row]:
         for who in (STOCK, OURS)
     ]
     done = jobs.run(wanted)
-    rows = _exit_rows(jobs, wanted, done)
+    rows = _exit_rows(wanted, done)
     of_steps = {name: metrics_of(job.output()) for name, job in done.items()}
     for saved_by in (STOCK, OURS):
         for step in range(SAVED_STEPS + 1, last + 1):
@@ -356,7 +355,7 @@ def variants(jobs: Jobs) -> list[Row]:
             for who in (OURS, STOCK)
         ]
     done = jobs.run(wanted)
-    rows = _exit_rows(jobs, wanted, done)
+    rows = _exit_rows(wanted, done)
     for name, job in done.items():
         of_steps = metrics_of(job.output()).values()
         gaps = [of_step.get("training/rollout_probs_diff_max", float("nan")) for of_step in of_steps]
@@ -385,7 +384,7 @@ def proofs(jobs: Jobs) -> list[Row]:
         for engine, overrides in _ENGINES.items()
     ]
     done = jobs.run(wanted)
-    rows = _exit_rows(jobs, wanted, done)
+    rows = _exit_rows(wanted, done)
     for engine, job in done.items():
         of_steps = [metrics for _, metrics in sorted(metrics_of(job.output()).items())]
         of_steps = [of_step for of_step in of_steps[2:] if "timing_s/update_weights" in of_step]
@@ -421,7 +420,7 @@ def packed(jobs: Jobs) -> list[Row]:
         for who, other in ((STOCK, OURS), (OURS, STOCK))
     ]
     done = jobs.run(wanted)
-    rows = _exit_rows(jobs, wanted, done)
+    rows = _exit_rows(wanted, done)
     ours, stock = (slowest(done.get(f"{who} syncs"), "update_weights") for who in (OURS, STOCK))
     jobs.report(f"syncs: ours {_rounded(ours)}, stock {_rounded(stock)}")
     # The first sync is verl's own, and the second one goes through the loaders.
@@ -461,7 +460,7 @@ def phases(jobs: Jobs) -> list[Row]:
     modules = {"VERL_USE_EXTERNAL_MODULES": f"{PLUGIN},{verl_glue.__name__},{verl_bare_steps.__name__}"}
     wanted = [Wanted(name="ours, every second step bare", who=OURS, overrides=few, variables=modules)]
     done = jobs.run(wanted)
-    rows = _exit_rows(jobs, wanted, done)
+    rows = _exit_rows(wanted, done)
     of_steps = [metrics for job in done.values() for _, metrics in sorted(metrics_of(job.output()).items())]
     return rows + added_rows(of_steps[2 * PAIRS_LEFT_OUT :])
 
@@ -502,13 +501,11 @@ def _median(job: Job | None, name: str) -> float:
     return median(slowest(job, name) or [float("nan")])
 
 
-def _exit_rows(jobs: Jobs, wanted: Sequence[Wanted], done: Mapping[str, Job]) -> list[Row]:
+def _exit_rows(wanted: Sequence[Wanted], done: Mapping[str, Job]) -> list[Row]:
     """Returns a row with the exit status of each job; 99 stands for a job that was not started."""
     rows = []
     for name in (each.name for each in wanted):
         status = done[name].poll() if name in done else None
-        if status != 0 and name in done:
-            jobs.report(end_of(done[name]))
         rows.append(row(f"{name}: exit status", "", 99 if status is None else abs(status), at_most(0)))
     return rows
 

@@ -171,6 +171,8 @@ class Jobs:
             finally:
                 job.end()
         self.report(f"{job.name}: status {job.poll()} after {time.time() - job.started_s:.0f} s")
+        if job.poll() != 0:
+            self.report(end_of(job))  # now: the time may be up before the other jobs have ended
         return job
 
     def model(self, name: str) -> Path:

@@ -76,6 +76,10 @@ def _explain(arguments: argparse.Namespace) -> Explanation:
     from rl_safe_workers.diagnostics.onlooker import find_ranks, observe
 
     if arguments.pid is not None:
+        import psutil
+
+        if not any(map(psutil.pid_exists, arguments.pid)):
+            raise UsageError(f"--pid: there is no process {', '.join(map(str, arguments.pid))}")
         pids = find_ranks(arguments.pid)
         return explain_sightings(observe(pids, patience_s=arguments.patience))
     from rl_safe_workers.compat.ray_tables import actors_at

@@ -431,6 +431,15 @@ def test_the_command_prints_cause_and_advice_first(tmp_path: Path) -> None:
     assert second == "to do: look at the line that raised it"
 
 
+def test_the_command_refuses_processes_that_do_not_exist() -> None:
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    command = [sys.executable, "-m", "rl_safe_workers", "explain", "--pid", str(ended.pid)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 2
+    assert f"there is no process {ended.pid}" in result.stderr
+
+
 @pytest.mark.parametrize("arguments", [[], ["x", "--pid", "1"], ["--pid", "1", "--ray", "auto"], ["x", "--job", "1"]])
 def test_the_command_takes_one_subject(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "rl_safe_workers", "explain", *arguments]
