@@ -73,7 +73,7 @@ def remove_ipc_files(
         pids: Processes of this machine that have ended.
         since: A moment before they began. Older files, and files of other users, belong to another process with the
             same id; they stay.
-        segments: The result of `segments_of` from the time when the processes lived.
+        segments: Results of `segments_of` from when the processes lived.
         folder: The folder where shared memory is mounted.
     """
     earliest_s = since.earliest_mtime_s()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 
 from rl_safe_workers.env import RANK, ROLE, RUN_ID
 from rl_safe_workers.ranks import RankId, Role
-from rl_safe_workers.reaping.guardian import Guardian, guard
+from rl_safe_workers.reaping.guardian import DONE, Guardian, guard, lines_of
 from rl_safe_workers.reaping.ipc_files import Moment
 from rl_safe_workers.reaping.processes import end_rank, ended, is_alive, reap, run_processes
 
@@ -101,6 +102,41 @@ def test_a_driver_that_is_done_leaves_nothing_to_do(run_id: str, actor: psutil.P
     assert guardian._process.returncode == 0
     assert not has_ended(actor)
     assert tmp_path.exists()
+
+
+def test_a_segment_of_a_process_that_was_killed_during_the_run_goes_at_its_end(run_id: str) -> None:
+    makes_a_segment = (
+        "import time; from multiprocessing.shared_memory import SharedMemory; "
+        "segment = SharedMemory(create=True, size=4096); print(segment.name, flush=True); time.sleep(60)"
+    )
+    command, variables = [sys.executable, "-c", makes_a_segment], os.environ | {RUN_ID: run_id}
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        segment = Path("/dev/shm", process.stdout.readline().strip())
+
+        def told() -> Iterator[str | None]:
+            yield None
+            os.killpg(process.pid, signal.SIGKILL)  # the resource tracker, too
+            process.wait()
+            yield None
+            assert segment.exists()
+            yield json.dumps({DONE: True})
+
+        assert not guard(told(), run_id, since=LONG_AGO, kill_after_s=0.2)
+    assert not segment.exists()
+
+
+def test_lines_come_whole_and_none_when_nothing_comes() -> None:
+    reader, writer = os.pipe()
+    lines = lines_of(reader, every_s=0.01)
+    assert next(lines) is None
+    os.write(writer, b'{"pids": [1')
+    assert next(lines) is None
+    os.write(writer, b"]}\n{}\ncut")
+    assert [next(lines), next(lines), next(lines)] == ['{"pids": [1]}', "{}", None]
+    os.close(writer)
+    assert [*lines] == ["cut"]
+    os.close(reader)
 
 
 LEAVING_DRIVER = """
