@@ -172,7 +172,7 @@ class Jobs:
                 job.end()
         self.report(f"{job.name}: status {job.poll()} after {time.time() - job.started_s:.0f} s")
         if job.poll() != 0:
-            self.report(end_of(job))  # now: the time may be up before the other jobs have ended
+            self.report(end_of(job))  # at once, because the time may be up before other jobs end
         return job
 
     def model(self, name: str) -> Path:

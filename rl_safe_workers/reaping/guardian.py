@@ -173,7 +173,7 @@ def lines_of(pipe: int, *, every_s: float) -> Iterator[str | None]:
 
 
 if __name__ == "__main__":
-    # Before the fork: whoever finds the guardian without a parent must not be able to end it any more.
+    # Ignore signals before the fork. A signal may come as soon as the child runs, and would end it.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if os.fork():

@@ -49,7 +49,7 @@ CLEAN, TWICE = "", ["a bit", "a bit"]
 
 def import_without_gpus() -> None:
     """Makes NeMo RL's modules for vLLM importable where there is neither a GPU nor all of their packages."""
-    sys.path.append(SOURCE)  # it has a package tests, too
+    sys.path.append(SOURCE)  # last, because NeMo RL also has a package named tests
     for name in ("nemo_rl.models.policy", "nemo_rl.models.generation", "nemo_rl.models.generation.vllm"):
         package = ModuleType(name)  # without what its __init__ imports
         package.__path__ = [str(Path(SOURCE) / name.replace(".", "/"))]
