@@ -19,11 +19,12 @@ from rl_safe_workers.adapters.patches import replaced
 from rl_safe_workers.lifecycle import Phase
 from tests.bridge import bridge_saves
 from tests.bridge.lora_rank import LoraRank
+from tests.bridge.placeholders import placeholders
 from tests.distributed.laid_out_rank import Layout, join, layout
 from tests.nemo_rl.source import RELEASE, host_code, releases_cache
 
 # isort: split
-with bridge_saves._placeholders():
+with placeholders():
     from megatron.bridge.training.checkpointing import maybe_finalize_async_save, save_checkpoint
     from megatron.bridge.training.state import GlobalState
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -16,43 +11,9 @@ import yaml
 from megatron.core import num_microbatches_calculator, parallel_state
 
 from tests.bridge.lora_rank import LoraRank
+from tests.bridge.placeholders import placeholders
 
-
-class _Placeholders(MetaPathFinder, Loader):
-    """Stands for packages that Bridge's training imports and its saves do not call. Any name in them is a class."""
-
-    names = ("modelopt", "megatron.bridge.data", "megatron.energon", "torch.utils.tensorboard")
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        is_one = any(fullname == name or fullname.startswith(f"{name}.") for name in self.names)
-        return ModuleSpec(fullname, self, is_package=True) if is_one else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = ModuleType(spec.name)
-        module.__getattr__ = lambda name: _class(name)  # type: ignore[method-assign]
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
-def _class(name: str) -> type:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return type(name, (), {"__init__": lambda self, *args, **kwargs: None})
-
-
-@contextmanager
-def _placeholders() -> Iterator[None]:
-    finder = _Placeholders()
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-
-
-with _placeholders():
+with placeholders():
     from megatron.bridge.training.checkpointing import load_checkpoint, save_checkpoint
     from megatron.bridge.training.config import CheckpointConfig
     from megatron.bridge.training.state import FaultToleranceState, TrainState

@@ -19,9 +19,12 @@ from rl_safe_workers.adapters.job_verdict import JobVerdict
 from rl_safe_workers.adapters.rank_answers import listen
 from rl_safe_workers.errors import JobError
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.own_process import end_within
 from rl_safe_workers.ranks import trainer_id
 
 GREED_BYTES = 3 * 2**30
+LIMIT_S = 160.0
+"""Seconds for all ways. They usually take 40. Afterwards stderr gets the line of each thread."""
 
 
 class Rank:
@@ -50,6 +53,7 @@ class Rank:
 
 def main(folder: str, *ways: str) -> None:
     """Starts Ray in a folder, and goes through the ways."""
+    end_within(LIMIT_S)
     run_id = f"end{os.getpid():x}"
     hang_dir = folder_of(run_id)
     env.mark_run(run_id, hang_dir=hang_dir)

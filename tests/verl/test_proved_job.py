@@ -1,6 +1,6 @@
 """verl's whole job with a tensor-parallel vLLM engine on CPU: proved syncs, some wrong once, the last one twice.
 
-In one job, verl sends the weights one by one; in the other, packed.
+In the first job, verl sends the weights one by one. In the other two they are packed, the last with Megatron-Bridge.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.verl.vllm_on_cpu import OF_VLLM, PYTHON, path_to_both
+from tests.verl.vllm_on_cpu import OF_BRIDGE, OF_VLLM, PYTHON, path_to_both
 from tests.verl.whole_job import run_job
 
 EXTENSION = "tests.verl.faulty_engine.FaultyWorkerExtension"
@@ -23,8 +23,6 @@ WRONG = {
     4: ["model.layers.1.mlp.gate.weight"],
 }
 """Weights that are wrong once, by the step: a flipped bit, two experts swapped, a stale one."""
-WRONG_ON_THE_WIRE = {False: "model.norm.weight", True: "model.embed_tokens.weight"}
-"""The weight that is changed on its way to the engine in step 5, without packing and with it."""
 
 
 def _told(names: Sequence[str]) -> str:
@@ -34,10 +32,20 @@ def _told(names: Sequence[str]) -> str:
 @pytest.mark.every_case
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not (OF_VLLM / "vllm").is_dir(), reason="vLLM's environment is not there: scripts/setup test")
-@pytest.mark.parametrize("packed", [False, True], ids=["one by one", "packed"])
+# The last value is the weight that is changed on its way to the engine in step 5. If packed, it is the first one sent.
+@pytest.mark.parametrize(
+    ("packed", "with_bridge", "on_the_wire"),
+    [
+        pytest.param(False, False, "model.norm.weight", id="one by one"),
+        pytest.param(True, False, "model.embed_tokens.weight", id="packed"),
+        pytest.param(True, True, "model.norm.weight", id="packed, Megatron-Bridge"),
+    ],
+)
 def test_wrong_weights_in_an_engine_are_named_and_end_the_job_if_the_sync_is_wrong_twice(
-    packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    packed: bool, with_bridge: bool, on_the_wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if with_bridge and not (OF_BRIDGE / "megatron/bridge").is_dir():
+        pytest.skip("Megatron-Bridge's environment is not there: scripts/setup bridge")
     # vLLM's CPU build would want a NUMA node for each of the engine's two workers.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     beside = tmp_path / "site"
@@ -53,9 +61,10 @@ def test_wrong_weights_in_an_engine_are_named_and_end_the_job_if_the_sync_is_wro
         *("actor_rollout_ref.rollout.max_num_seqs=16", "+actor_rollout_ref.rollout.enable_sleep_mode=false"),
         *(f"+{ENGINE}.worker_extension_cls={EXTENSION}", f"+{ENGINE}.kv_cache_memory_bytes={64 * 2**20}"),
         "trainer.save_freq=-1",
+        *(["actor_rollout_ref.actor.megatron.vanilla_mbridge=false"] if with_bridge else []),
         python=str(PYTHON),
-        path=path_to_both(beside),
-        modules="tests.verl.vllm_on_cpu",
+        path=path_to_both(beside, with_bridge=with_bridge),
+        modules=",".join(["tests.verl.vllm_on_cpu", *(["tests.verl.bridge_on_cpu"] if with_bridge else [])]),
         steps=LAST_STEP,
     )
     lines = re.findall(r"step:(\d) - (.*rl_safe/sync_proved.*)", output)
@@ -63,7 +72,7 @@ def test_wrong_weights_in_an_engine_are_named_and_end_the_job_if_the_sync_is_wro
     assert [float(is_packed) for is_packed in re.findall(r"rl_safe/sync_packed:(\S+)", output)] == [1.0] * packed * len(
         lines
     )
-    wrong = {**WRONG, 5: [WRONG_ON_THE_WIRE[packed]]}
+    wrong = {**WRONG, 5: [on_the_wire]}
     # Both workers learn the direct way at first, and anew whenever a sync is redone.
     learned = output.count("packed weight syncs now go straight into the model")
     assert learned == 2 * (1 + len(wrong)) * packed

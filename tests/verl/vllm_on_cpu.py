@@ -13,16 +13,21 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 _SITE = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
-OF_VLLM, OF_VERL = ROOT / ".venv" / _SITE, ROOT / ".venv-verl" / _SITE
+OF_VLLM, OF_VERL, OF_BRIDGE = (ROOT / name / _SITE for name in (".venv", ".venv-verl", ".venv-bridge"))
+_TAKEN_OF_BRIDGE = ("megatron", "megatron_core-*.dist-info", "megatron_bridge-*.dist-info", "triton")
 PYTHON = ROOT / ".venv/bin/python"
 
 
-def path_to_both(folder: Path) -> str:
+def path_to_both(folder: Path, *, with_bridge: bool = False) -> str:
     """Returns a ``PYTHONPATH`` for `PYTHON`: this repository, and all of verl's environment that vLLM's lacks.
 
     Args:
         folder: An empty folder.
+        with_bridge: Whether to add Megatron-Bridge and its megatron-core, which replaces vLLM's environment's.
     """
+    for pattern in _TAKEN_OF_BRIDGE if with_bridge else ():
+        (found,) = OF_BRIDGE.glob(pattern)
+        (folder / found.name).symlink_to(found)
     distributions = {_project(one.name) for one in OF_VLLM.glob("*.dist-info")}
     for entry in OF_VERL.iterdir():
         is_there = _project(entry.name) in distributions or (OF_VLLM / entry.name).exists()

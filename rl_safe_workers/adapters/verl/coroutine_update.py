@@ -10,9 +10,11 @@ from typing import Any
 
 import ray
 
+from rl_safe_workers.adapters.call_errors import call_error_of, keep_origins
 from rl_safe_workers.adapters.job_inquiry import ROLLOUT
 from rl_safe_workers.adapters.verl.process import TrainerProcess
 from rl_safe_workers.adapters.weight_update import WeightUpdate
+from rl_safe_workers.errors import RunError, foreign_cause, in_one_line
 from rl_safe_workers.frames import Frame, relative, telling_frame
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, Role
@@ -39,39 +41,52 @@ class RolloutCalls:
             rollout: The objects through which this rank reaches the rollout. A None among them is skipped.
             before_cache: Is called before a call that makes an engine allocate its KV cache.
         """
+        keep_origins()
         self.awaited: RankId | str | None = None
         self._before_cache = before_cache
-        self._answer: Future[Any] | None = None
-        """The answer of the engine that this rank sends weights to."""
+        self._answer: tuple[RankId | str, Future[Any]] | None = None
+        """The rollout rank that this rank sends weights to, or words for it, and the answer of its engine."""
         for one in rollout:
+            replica = getattr(one, "replica_rank", None)
+            called = ROLLOUT if replica is None else RankId(Role.ROLLOUT, replica)
             if hasattr(one, _ENGINE_CALL):
-                setattr(one, _ENGINE_CALL, self._kept(getattr(one, _ENGINE_CALL)))
+                setattr(one, _ENGINE_CALL, self._kept(called, getattr(one, _ENGINE_CALL)))
             for name in _CALLS:
                 if hasattr(one, name):
-                    setattr(one, name, self._noted(one, getattr(one, name)))
+                    setattr(one, name, self._noted(called, getattr(one, name)))
 
     def raise_failure(self) -> None:
-        """Raises the error of an engine that has failed while this rank sends weights to it.
+        """Raises if an engine has failed while this rank sends weights to it.
 
         verl looks at the engine's answer only when all weights are sent, and sends block until the engine reads.
-        """
-        if (answer := self._answer) is not None and answer.done():
-            answer.result()
 
-    def _kept(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        Raises:
+            RunError: Names the rollout rank, and quotes the engine's error.
+        """
+        if self._answer is None or not self._answer[1].done():
+            return
+        called, answer = self._answer
+        try:
+            answer.result()
+        except Exception as error:
+            # The text of Ray's error begins with a traceback.
+            text = in_one_line(error) if (raised := call_error_of(error)) is None else raised.text
+            culprit = called if isinstance(called, RankId) else None
+            raise RunError(
+                f"{called} failed to load weights: {text}", culprit=culprit, foreign=foreign_cause(error)
+            ) from error
+
+    def _kept(self, called: RankId | str, stock: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(stock)
         async def call(*args: Any, **kwargs: Any) -> Any:
             answer = await stock(*args, **kwargs)
             if isinstance(answer, ray.ObjectRef):
-                self._answer = answer.future()
+                self._answer = called, answer.future()
             return answer
 
         return call
 
-    def _noted(self, rollout: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
-        replica = getattr(rollout, "replica_rank", None)
-        called = ROLLOUT if replica is None else RankId(Role.ROLLOUT, replica)
-
+    def _noted(self, called: RankId | str, stock: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(stock)
         async def call(*args: Any, **kwargs: Any) -> Any:
             if any(_CACHE in value for value in (*args, *kwargs.values()) if isinstance(value, list)):
