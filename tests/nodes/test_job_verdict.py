@@ -42,7 +42,7 @@ class Rank:
     def is_well(self):
         return os.getpid()
 
-run_id, evidence, stop_limit_s = sys.argv[1:]
+run_id, ready, evidence, stop_limit_s = sys.argv[1:]
 folder = folder_of(run_id)
 env.mark_run(run_id, hang_dir=folder)
 variables = {env.RUN_ID: run_id, env.HANG_DIR: str(folder), "PYTHONPATH": os.environ["PYTHONPATH"]}
@@ -64,7 +64,7 @@ with ending_all_processes(run_id) as processes:
     step = ranks[1].step.remote()
     time.sleep(2)
     parties = [Party(f"rank {i}", trainer_id(i), rank, rank.is_well.remote) for i, rank in enumerate(ranks)]
-    print("ready", flush=True)
+    Path(ready).touch()
     try:
         ray.get(step, timeout=15)
     except ray.exceptions.RayError as error:
@@ -106,9 +106,9 @@ def test_a_rank_on_another_node_is_asked_there(signum, stop_limit_s, told, machi
     (tmp_path / "job.py").write_text(JOB)
     run_id = f"feed{signum.name.lower()}{stop_limit_s}"
     command = ["env", f"PYTHONPATH={REPOSITORY}", sys.executable, str(tmp_path / "job.py")]
-    job = machines.submit(run_id, [*command, run_id, str(tmp_path / "failure"), str(stop_limit_s)])
-    # A whole line: Ray may have said "already" before.
-    job.wait_for(lambda: "ready" in job.out.splitlines(), "the rank is in its step")
+    ready = tmp_path / "ready"  # a file, because Ray may show the job's output only at its end
+    job = machines.submit(run_id, [*command, run_id, str(ready), str(tmp_path / "failure"), str(stop_limit_s)])
+    job.wait_for(ready.exists, "the rank is in its step")
     _strike(machines, signum, run_id)
     assert job.finish() == 0, job.out
     assert ("was stopped (SIGSTOP) for 3 s: it is ended" in job.out) == (stop_limit_s > 0)
