@@ -34,6 +34,7 @@ from rl_safe_workers.errors import (
     PhaseTimeoutError,
     Raised,
     RankError,
+    Repeats,
     RunError,
     Stopped,
     Victim,
@@ -513,9 +514,9 @@ def _advice(
     endings = [ending for one in sorted(culprits) if (ending := facts.whys.get(one)) is not None]
     node = home_of(min(culprits), facts.answers).removeprefix(" on ") if culprits else ""
     cause = error.cause if isinstance(error, RankError) else None
+    logs = "Ray's logs" if on_ray else "the job's log"
     if isinstance(cause, Died) or endings:
         why = endings[0] if endings else "the rank has left no reason"
-        logs = "Ray's logs" if on_ray else "the job's log"
         return (
             f"{why}: search the kernel log of {node or 'its machine'} for the OOM killer, and {logs} for the end of "
             "its output; also look for a call of os._exit, and for a person or script that kills processes"
@@ -538,4 +539,6 @@ def _advice(
         )
     if wait is not None or isinstance(cause, Victim):
         return "see stack_<role>_<rank>.txt of the rank that is named: the others wait for what it does there"
+    if isinstance(cause, Repeats):
+        return f"search {logs} for the first error of {cause.of}; verdict.json has every rank's place"
     return "correct what the line does; verdict.json has every rank's place"

@@ -300,6 +300,7 @@ def test_a_rank_that_others_speak_of_is_named_with_what_they_say(judged: Judge) 
     assert found.verdict.startswith(
         "training rank 1 is at mine.py:7 (step); training rank 0 failed in phase train at mine.py:5 "
     )
+    assert found.advice.startswith("search the job's log for the first error of training rank 1; ")
 
 
 @pytest.mark.parametrize("last", [busy, ended_well])
