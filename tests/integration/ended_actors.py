@@ -23,8 +23,8 @@ from rl_safe_workers.own_process import end_within
 from rl_safe_workers.ranks import trainer_id
 
 GREED_BYTES = 3 * 2**30
-LIMIT_S = 160.0
-"""Seconds for all ways. They usually take 40. Afterwards stderr gets the line of each thread."""
+LIMIT_S = 400.0
+"""Seconds for all ways, which take 40 on an idle machine. After them stderr gets the line of each thread."""
 
 
 class Rank:

@@ -16,9 +16,10 @@ import psutil
 import pytest
 
 from rl_safe_workers.diagnostics.log_lines import ADVICE, Fault
-from tests.integration.ended_actors import GREED_BYTES
+from tests.integration.ended_actors import GREED_BYTES, LIMIT_S
 from tests.integration.runs import REPOSITORY
 
+pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 JOB = Path(__file__).with_name("ended_actors.py")
 HEAD = r"training rank 1 on \S+ died in phase train(, last seen at \S+:\d+ \(\w+\))?"
 WAYS = {
@@ -43,7 +44,7 @@ def verdicts(folder: Path, ways: list[str], variables: Mapping[str, str]) -> dic
     """Returns the kind and the lines of each verdict."""
     command = [sys.executable, str(JOB), str(folder), *ways]
     around = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
-    done = subprocess.run(command, env=around, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, env=around, capture_output=True, text=True, timeout=LIMIT_S + 30, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"way"')]
     return {one["way"]: (one["fault"], one["said"].splitlines()) for one in told}
