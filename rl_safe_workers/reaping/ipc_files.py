@@ -18,6 +18,9 @@ import psutil
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
+_SEGMENTS = ("psm_", "verl_weights_", "vllm_dist_")
+"""Beginnings of the names of segments: Python's own, those in which verl 0.9.1 sends weights without CUDA IPC
+(bucketed_weight_transfer.py), and those of the collectives of vLLM's CPU build. What follows is random."""
 
 
 class Moment(NamedTuple):
@@ -45,9 +48,9 @@ class Moment(NamedTuple):
 
 
 def segments_of(pids: Iterable[int], *, folder: Path = SHARED_MEMORY) -> frozenset[Path]:
-    """Returns the segments of ``multiprocessing.shared_memory`` that processes have mapped.
+    """Returns the segments of shared memory that processes have mapped.
 
-    The name of a segment, ``psm_<random>``, does not tell which process made it. So call this while they live.
+    The name of a segment does not tell which process made it. So call this while they live.
 
     Args:
         pids: Processes of this machine. One that has ended, or is of another user, has none.
@@ -57,8 +60,8 @@ def segments_of(pids: Iterable[int], *, folder: Path = SHARED_MEMORY) -> frozens
     for pid in pids:
         with suppress(OSError):
             maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
-            found |= {Path(line.split(maxsplit=5)[-1]) for line in maps.splitlines() if f"{folder}/psm_" in line}
-    return frozenset(path for path in found if path.parent == folder)
+            found |= {Path(line.split(maxsplit=5)[-1]) for line in maps.splitlines() if f"{folder}/" in line}
+    return frozenset(path for path in found if path.parent == folder and path.name.startswith(_SEGMENTS))
 
 
 def remove_ipc_files(

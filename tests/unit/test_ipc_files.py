@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,18 +75,20 @@ def test_files_from_before_the_run_stay_though_the_clock_was_set_forward(
 MAKES_A_SEGMENT = """
 import sys, time
 from multiprocessing import resource_tracker, shared_memory
-segment = shared_memory.SharedMemory(create=True, size=4096)
+segment = shared_memory.SharedMemory(*sys.argv[1:], create=True, size=4096)
 resource_tracker.unregister(segment._name, "shared_memory")  # as vLLM does, so that nobody else removes it
 print(segment.name, flush=True)
 time.sleep(100)
 """
 
 
-@pytest.fixture
-def killed() -> Iterator[tuple[subprocess.Popen[str], Path]]:
+@pytest.fixture(params=["python", "verl"])
+def killed(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """A process with a segment of shared memory, which a test may kill."""
     since = Moment.now()
-    with subprocess.Popen([sys.executable, "-c", MAKES_A_SEGMENT], stdout=subprocess.PIPE, text=True) as process:
+    named = [f"verl_weights_{uuid.uuid4().hex}"] if request.param == "verl" else []
+    command = [sys.executable, "-c", MAKES_A_SEGMENT, *named]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         segment = SHARED_MEMORY / process.stdout.readline().strip()
         try:
