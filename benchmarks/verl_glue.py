@@ -16,6 +16,7 @@ from typing import Any
 from wrapt import when_imported
 
 from benchmarks.host_meter import FOLDER, take_turns, watch
+from rl_safe_workers.adapters.verl import weight_sockets
 
 CALLS = (
     "init_model",
@@ -94,6 +95,11 @@ def _take_own_port(module: ModuleType) -> None:
         stock(self, *args, **kwargs)
 
     module.RayWorkerGroup.__init__ = init
+
+
+# Stock jobs on one machine would meet in each other's sockets. Ours have sockets of their own already.
+when_imported(weight_sockets.SENDER)(weight_sockets.move_senders)
+when_imported(weight_sockets.RECEIVER)(weight_sockets.move_receivers)
 
 
 @when_imported("verl.workers.rollout.vllm_rollout.vllm_async_server")  # type: ignore[untyped-decorator]

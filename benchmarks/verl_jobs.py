@@ -18,6 +18,7 @@ from pathlib import Path
 import rl_safe_workers
 from benchmarks import host_meter, verl_glue
 from benchmarks.host_jobs import WIDE_MODEL, Job
+from rl_safe_workers import env
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import ResourceError
 from rl_safe_workers.models.seeded import Family, create_seeded_model
@@ -191,6 +192,7 @@ class Jobs:
         with self._making:
             number = next(self._numbers)
             self._ports = self._ports or _hold_ports()
+        of_ray = f"{_RAY_FOLDERS}_{number}"
         stock = wanted.who == STOCK
         glue = verl_glue.__name__
         command = [
@@ -200,7 +202,7 @@ class Jobs:
             *_COMMON,
             f"hydra.run.dir={folder}/hydra",
             f"trainer.default_local_dir={folder}/checkpoints",
-            f"+ray_kwargs.ray_init._temp_dir={_RAY_FOLDERS}_{number}",
+            f"+ray_kwargs.ray_init._temp_dir={of_ray}",
             *(["actor_rollout_ref.rl_safe.release_comms=true"] if wanted.who == GIVING else []),
             *wanted.overrides,
         ]
@@ -213,7 +215,7 @@ class Jobs:
             "VERL_USE_EXTERNAL_MODULES": glue if stock else f"{PLUGIN},{glue}",
             verl_glue.PORTS: str(self._ports[0] + number * verl_glue.PORTS_OF_JOB),
             verl_glue.SAME_BATCHES: "1",
-            **({"ENTRY": "stock"} if stock else {}),
+            **({"ENTRY": "stock", env.HANG_DIR: of_ray} if stock else {}),
             **(_OF_STOCK_ON_CPU if stock and ON_CPU else {}),
         }
         return Job(wanted.name, command, folder, {**variables, **wanted.variables}, fault=wanted.fault)

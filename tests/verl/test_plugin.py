@@ -101,3 +101,27 @@ def test_under_verls_own_entry_hydra_finds_that_nothing_would_load_our_engines(v
     refused = "rl_safe: VERL_ENGINE_VENDOR=rl_safe is set, and nothing loads the plugin" in result.stderr
     assert refused == bool(code)
     assert ("on_missing: raise" in result.stdout) == (not code)
+
+
+WARN = f"""
+import logging
+logging.basicConfig()
+import {PLUGIN}
+import model_hosting_container_standards.logging_config
+logging.getLogger("rl_safe_workers.adapters.verl").warning("is shown")
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_shown"),
+    [
+        ({"VERL_ENGINE_VENDOR": "rl_safe"}, True),
+        ({"VERL_ENGINE_VENDOR": "rl_safe", "LOG_LEVEL": "ERROR"}, False),
+        ({}, False),
+    ],
+    ids=["our engines", "a level of the user's", "verl alone"],
+)
+def test_our_warnings_stay_visible_when_vllm_imports_the_standards_of_model_hosting(variables, is_shown) -> None:
+    result = run_python(WARN, **variables)
+    assert result.returncode == 0, result.stderr
+    assert ("is shown" in result.stderr) == is_shown

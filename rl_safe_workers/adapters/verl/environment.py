@@ -29,6 +29,8 @@ PLATFORM = "VERL_PLATFORM"
 """verl's variable: the name of the device platform. Without it, verl detects the platform."""
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Ray's variable: the configuration that a job was submitted with, as JSON."""
+LOG_LEVELS = ("SAGEMAKER_CONTAINER_LOG_LEVEL", "LOG_LEVEL")
+"""Variables of ``model_hosting_container_standards``: the root logger's level. The first one that is set counts."""
 SETTINGS = "RL_SAFE_VERL"
 """Our variable: the settings as JSON, e.g. ``{"timeouts": {"save": 600}}``."""
 
@@ -54,6 +56,16 @@ def settings() -> VerlSettings:
         ConfigError: If the variable cannot be read.
     """
     return VerlSettings.from_json(os.environ.get(SETTINGS) or "{}", source=SETTINGS)
+
+
+def keep_warnings() -> None:
+    """Keeps warnings visible in this process and its children, unless the user has set a level.
+
+    vLLM 0.25 imports ``model_hosting_container_standards``, and verl imports that part of vLLM in trainers, too. By
+    default, that import raises the level of the root logger and of its handlers to ERROR (logging_config.py:40).
+    """
+    if not any(name in os.environ for name in LOG_LEVELS):
+        os.environ[LOG_LEVELS[0]] = "WARNING"
 
 
 def check_packed_sync() -> None:

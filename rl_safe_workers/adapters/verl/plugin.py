@@ -2,8 +2,8 @@
 
 verl finds it by the entry point ``verl.plugins``, or by
 ``VERL_USE_EXTERNAL_MODULES=rl_safe_workers.adapters.verl.plugin``. It acts only if ``VERL_ENGINE_VENDOR=rl_safe`` is
-set. It imports nothing heavy, because it registers our engines only after verl has imported its own. Most processes of
-a job, such as vLLM's, never import verl's engines.
+set. It imports nothing heavy, because it changes verl only after verl has imported the modules in question. Most
+processes of a job, such as vLLM's, never import verl's engines.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import importlib.abc
 import importlib.machinery
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from rl_safe_workers.adapters.host_settings import name_host_timeouts
-from rl_safe_workers.adapters.verl import environment
+from rl_safe_workers.adapters.verl import environment, weight_sockets
 from rl_safe_workers.adapters.verl.compatibility import check_registry, check_verl
 from rl_safe_workers.adapters.verl.settings import TAKEN, TIMEOUT
 from rl_safe_workers.errors import ConfigError
@@ -29,20 +29,22 @@ ENGINES = "verl.workers.engine"
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module as Python does, and registers our engines after it has been executed.
+    """Imports one module as Python does, and changes it after it has been executed.
 
-    verl has no hook for this. Importing verl's engines here would cost each process of the job seconds. It would also
+    verl has no hook for this. Importing verl's modules here would cost each process of the job seconds. It would also
     be a circular import, because verl is being imported.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, change: Callable[[ModuleType], object]) -> None:
+        """Waits for the module ``name``, to call ``change`` with it."""
+        self.name, self._change = name, change
         self._loader: Any = None
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Finds `ENGINES` and nothing else."""
-        if fullname != ENGINES:
+        """Finds its module and nothing else."""
+        if fullname != self.name:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None:
@@ -55,25 +57,33 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Executes the module, then registers our engines."""
+        """Executes the module, then changes it."""
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         sys.meta_path.remove(self)
         self._loader.exec_module(module)
-        _register()
+        self._change(module)
 
 
-def _register() -> None:
+def _register(_: ModuleType) -> None:
     check_verl()
     from rl_safe_workers.adapters.verl.engine import register
 
     register()
 
 
+_CHANGES: Mapping[str, Callable[[ModuleType], object]] = {
+    ENGINES: _register,
+    weight_sockets.SENDER: weight_sockets.move_senders,
+    weight_sockets.RECEIVER: weight_sockets.move_receivers,
+}
+"""Changes of verl's modules, by the name of the module."""
+
+
 def is_active() -> bool:
     """Returns True if our engines are in verl's registry, or will be once verl's own engines are imported."""
-    if any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+    if any(isinstance(finder, _AfterImport) and finder.name == ENGINES for finder in sys.meta_path):
         return True
     ours = sys.modules.get("rl_safe_workers.adapters.verl.engine")
     return ours is not None and bool(ours.is_registered())
@@ -81,6 +91,8 @@ def is_active() -> bool:
 
 def activate() -> None:
     """Registers our engines and our CPU platform in this process, if its environment asks for them. Idempotent.
+
+    With our engines, it also moves the sockets of weight syncs, and keeps warnings visible.
 
     Raises:
         ConfigError: If verl lacks a name that the adapter needs, or if the settings cannot be read.
@@ -96,10 +108,12 @@ def activate() -> None:
         return
     check_registry()
     environment.settings()
-    if ENGINES in sys.modules:
-        _register()
-    else:
-        sys.meta_path.insert(0, _AfterImport())
+    environment.keep_warnings()
+    for name, change in _CHANGES.items():
+        if name in sys.modules:
+            change(sys.modules[name])
+        else:
+            sys.meta_path.insert(0, _AfterImport(name, change))
     logger.info("rl_safe: verl's Megatron engines will be ours in this process")
 
 
