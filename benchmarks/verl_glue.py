@@ -97,9 +97,8 @@ def _take_own_port(module: ModuleType) -> None:
     module.RayWorkerGroup.__init__ = init
 
 
-# Stock jobs on one machine would meet in each other's sockets. Ours have sockets of their own already.
-when_imported(weight_sockets.SENDER)(weight_sockets.move_senders)
-when_imported(weight_sockets.RECEIVER)(weight_sockets.move_receivers)
+# Without this, stock jobs on one machine would share sockets. Our jobs already have their own.
+when_imported(weight_sockets.MODULE)(weight_sockets.move)
 
 
 @when_imported("verl.workers.rollout.vllm_rollout.vllm_async_server")  # type: ignore[untyped-decorator]

@@ -22,6 +22,7 @@ from rl_safe_workers import env
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.errors import ResourceError
 from rl_safe_workers.models.seeded import Family, create_seeded_model
+from rl_safe_workers.reaping.processes import socket_folder
 
 ON_CPU = os.environ.get("RL_SAFE_BENCH_DEVICE") == "cpu"
 """True to run on gloo with engines without a model, to try the benchmark itself."""
@@ -89,6 +90,8 @@ _FIRST_PORT, _PORTS = 20_000, 3000
 connections."""
 _RAY_FOLDERS = f"/tmp/r{os.getpid()}"
 """Prefix of Ray's folders. It is short, because the paths of Ray's sockets must be short."""
+_STOCK = f"bench{os.getpid()}"
+"""Prefix of the ids by which stock jobs get sockets of their own, as our jobs have."""
 _POLL_S = 0.2
 
 
@@ -144,9 +147,10 @@ class Jobs:
         self._places.release(1000)
 
     def clean(self) -> None:
-        """Removes the folders that Ray leaves."""
-        for path in Path(_RAY_FOLDERS).parent.glob(f"{Path(_RAY_FOLDERS).name}_*"):
-            shutil.rmtree(path, ignore_errors=True)
+        """Removes the folders that Ray leaves, and those of stock jobs' sockets."""
+        for prefix in (Path(_RAY_FOLDERS), socket_folder(_STOCK)):
+            for path in prefix.parent.glob(f"{prefix.name}_*"):
+                shutil.rmtree(path, ignore_errors=True)
 
     def run(self, wanted: Sequence[Wanted]) -> dict[str, Job]:
         """Runs jobs until each has ended; returns those that were started, by name."""
@@ -192,7 +196,6 @@ class Jobs:
         with self._making:
             number = next(self._numbers)
             self._ports = self._ports or _hold_ports()
-        of_ray = f"{_RAY_FOLDERS}_{number}"
         stock = wanted.who == STOCK
         glue = verl_glue.__name__
         command = [
@@ -202,7 +205,7 @@ class Jobs:
             *_COMMON,
             f"hydra.run.dir={folder}/hydra",
             f"trainer.default_local_dir={folder}/checkpoints",
-            f"+ray_kwargs.ray_init._temp_dir={of_ray}",
+            f"+ray_kwargs.ray_init._temp_dir={_RAY_FOLDERS}_{number}",
             *(["actor_rollout_ref.rl_safe.release_comms=true"] if wanted.who == GIVING else []),
             *wanted.overrides,
         ]
@@ -215,7 +218,7 @@ class Jobs:
             "VERL_USE_EXTERNAL_MODULES": glue if stock else f"{PLUGIN},{glue}",
             verl_glue.PORTS: str(self._ports[0] + number * verl_glue.PORTS_OF_JOB),
             verl_glue.SAME_BATCHES: "1",
-            **({"ENTRY": "stock", env.HANG_DIR: of_ray} if stock else {}),
+            **({"ENTRY": "stock", env.RUN_ID: f"{_STOCK}_{number}"} if stock else {}),
             **(_OF_STOCK_ON_CPU if stock and ON_CPU else {}),
         }
         return Job(wanted.name, command, folder, {**variables, **wanted.variables}, fault=wanted.fault)

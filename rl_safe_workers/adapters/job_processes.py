@@ -34,7 +34,7 @@ from rl_safe_workers.diagnostics.stopped import MachineWatch
 from rl_safe_workers.errors import first_line
 from rl_safe_workers.reaping.guardian import Guardian
 from rl_safe_workers.reaping.ipc_files import Moment, remove_ipc_files, segments_of
-from rl_safe_workers.reaping.processes import TEMP_PREFIX, ended, reap, run_processes
+from rl_safe_workers.reaping.processes import TEMP_PREFIX, ended, reap, run_processes, socket_folder
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class MachineProcesses:
         """
         self._run_id, self._since, self._folder = run_id, Moment.now(), folder
         self._guardian = Guardian(run_id, since=self._since, kill_after_s=KILL_AFTER_S)
-        self._guardian.tell(folders=[folder])
+        self._guardian.tell(folders=[folder, socket_folder(run_id)])
         self._watch: MachineWatch | None = None
 
     def watch(self, stop_limit_s: float) -> None:
@@ -77,7 +77,7 @@ class MachineProcesses:
         return ask_here(places, patience_s, self._folder, logs=logs_folder())
 
     def end(self, *, kill_after_s: float, stop: Callable[[], object] = lambda: None) -> None:
-        """Ends the processes, removes their shared memory and their folder, and dismisses the guardian.
+        """Ends the processes, removes their shared memory and their folders, and dismisses the guardian.
 
         Args:
             kill_after_s: Seconds between asking a process to end and killing it.
@@ -90,7 +90,8 @@ class MachineProcesses:
         stop()
         reap(self._run_id, kill_after_s=kill_after_s)
         remove_ipc_files(ended(pids), since=self._since, segments=segments)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        for folder in (self._folder, socket_folder(self._run_id)):
+            shutil.rmtree(folder, ignore_errors=True)
         self._guardian.dismiss(timeout_s=KILL_AFTER_S)
 
 

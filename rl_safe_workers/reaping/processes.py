@@ -98,6 +98,14 @@ def make_run_folder(run_id: str) -> Path:
     return folder
 
 
+def socket_folder(run_id: str) -> Path:
+    """Returns the folder for a run's sockets, the same path on each machine. It need not exist yet.
+
+    It is in ``/tmp`` whatever ``TMPDIR`` says. The path of a socket must be short, and machines may share ``TMPDIR``.
+    """
+    return Path("/tmp", f"{TEMP_PREFIX}{run_id}")
+
+
 def make_private(folder: Path) -> None:
     """Makes a folder that only this user may enter, if it does not exist.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rl_safe_workers.adapters.verl.environment import LOG_LEVELS
 from rl_safe_workers.adapters.verl.verl_contract import NAMES
 from tests.nemo_rl.source import write_source
 
@@ -29,11 +30,12 @@ OURS = ["SafeMegatronEngine", "SafeMegatronValueEngine", "FSDPEngineWithLMHead",
 STOCK = ["MegatronEngineWithLMHead", "MegatronEngineWithValueHead", *OURS[2:]]
 
 
-def run_python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs code in a process whose environment names nothing of ours but what is given."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("VERL_", "RL_SAFE"))}
+    ours = ("VERL_", "RL_SAFE", *LOG_LEVELS)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     environment = {**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
 
@@ -116,12 +118,36 @@ logging.getLogger("rl_safe_workers.adapters.verl").warning("is shown")
     ("variables", "is_shown"),
     [
         ({"VERL_ENGINE_VENDOR": "rl_safe"}, True),
+        ({"VERL_ENGINE_VENDOR": "rl_safe", "LOG_LEVEL": ""}, True),
         ({"VERL_ENGINE_VENDOR": "rl_safe", "LOG_LEVEL": "ERROR"}, False),
         ({}, False),
     ],
-    ids=["our engines", "a level of the user's", "verl alone"],
+    ids=["our engines", "an empty level", "a level of the user's", "verl alone"],
 )
 def test_our_warnings_stay_visible_when_vllm_imports_the_standards_of_model_hosting(variables, is_shown) -> None:
     result = run_python(WARN, **variables)
     assert result.returncode == 0, result.stderr
     assert ("is shown" in result.stderr) == is_shown
+
+
+FAILS_ONCE = f"""
+import importlib, sys
+import {PLUGIN} as plugin
+sys.path.insert(0, sys.argv[1])
+changed = []
+sys.meta_path.insert(0, plugin._AfterImport("fails_once", changed.append))
+try:
+    import fails_once
+except ZeroDivisionError:
+    print("failed")
+import fails_once
+importlib.reload(fails_once)
+print(changed == [fails_once] * 2)
+"""
+
+
+def test_a_module_whose_import_fails_at_first_is_changed_when_it_succeeds_and_when_it_is_reloaded(tmp_path) -> None:
+    source = "import sys\ntried = sys.__dict__.setdefault('tried', [])\ntried.append(1)\n1 / (len(tried) - 1)\n"
+    (tmp_path / "fails_once.py").write_text(source)
+    result = run_python(FAILS_ONCE, str(tmp_path))
+    assert result.stdout.split() == ["failed", "True"], result.stderr

@@ -61,10 +61,10 @@ def settings() -> VerlSettings:
 def keep_warnings() -> None:
     """Keeps warnings visible in this process and its children, unless the user has set a level.
 
-    vLLM 0.25 imports ``model_hosting_container_standards``, and verl imports that part of vLLM in trainers, too. By
-    default, that import raises the level of the root logger and of its handlers to ERROR (logging_config.py:40).
+    vLLM 0.25 imports ``model_hosting_container_standards``, and under verl also in trainers. By default, that import
+    raises the level of the root logger and of its handlers to ERROR (logging_config.py:42).
     """
-    if not any(name in os.environ for name in LOG_LEVELS):
+    if not os.environ.get(LOG_LEVELS[0], os.environ.get(LOG_LEVELS[1])):
         os.environ[LOG_LEVELS[0]] = "WARNING"
 
 

@@ -29,7 +29,7 @@ ENGINES = "verl.workers.engine"
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module as Python does, and changes it after it has been executed.
+    """Imports one module as Python does, and changes it after it has been executed, also when it is reloaded.
 
     verl has no hook for this. Importing verl's modules here would cost each process of the job seconds. It would also
     be a circular import, because verl is being imported.
@@ -37,14 +37,14 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def __init__(self, name: str, change: Callable[[ModuleType], object]) -> None:
         """Waits for the module ``name``, to call ``change`` with it."""
-        self.name, self._change = name, change
+        self._name, self._change = name, change
         self._loader: Any = None
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Finds its module and nothing else."""
-        if fullname != self.name:
+        if fullname != self._name:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None:
@@ -61,7 +61,6 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
-        sys.meta_path.remove(self)
         self._loader.exec_module(module)
         self._change(module)
 
@@ -75,15 +74,14 @@ def _register(_: ModuleType) -> None:
 
 _CHANGES: Mapping[str, Callable[[ModuleType], object]] = {
     ENGINES: _register,
-    weight_sockets.SENDER: weight_sockets.move_senders,
-    weight_sockets.RECEIVER: weight_sockets.move_receivers,
+    weight_sockets.MODULE: weight_sockets.move,
 }
 """Changes of verl's modules, by the name of the module."""
 
 
 def is_active() -> bool:
     """Returns True if our engines are in verl's registry, or will be once verl's own engines are imported."""
-    if any(isinstance(finder, _AfterImport) and finder.name == ENGINES for finder in sys.meta_path):
+    if any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
         return True
     ours = sys.modules.get("rl_safe_workers.adapters.verl.engine")
     return ours is not None and bool(ours.is_registered())

@@ -31,6 +31,7 @@ _AGENT_BASE = "verl/experimental/agent_loop/agent_loop.py"
 _MAIN = "verl/trainer/main_ppo.py"
 _VLLM_WORKER = "verl/workers/rollout/vllm_rollout/utils.py"
 _VLLM_ADAPTER = "verl/workers/rollout/vllm_rollout/vllm_rollout.py"
+_BUCKETS = "verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py"
 _VLLM_SERVER = "verl/workers/rollout/vllm_rollout/vllm_async_server.py"
 
 
@@ -111,8 +112,12 @@ NAMES: tuple[HostName, ...] = (
         "CheckpointEngineManager.resume_generation_replicas(self)",
     ),
     *_named(_VLLM_ADAPTER, "its answer tells a failure", "ServerAdapter._execute_method(self, method, non_block)"),
-    *_named(_VLLM_ADAPTER, "its socket is moved", "ServerAdapter.__init__(self)"),
-    *_named(_VLLM_WORKER, "its socket is moved", "vLLMColocateWorkerExtension._get_zmq_handle(self)"),
+    *_named(
+        _BUCKETS,
+        "its socket is moved",
+        "BucketedWeightSender.__init__(self, zmq_handle)",
+        "BucketedWeightReceiver.__init__(self, zmq_handle)",
+    ),
     *_named(_REPLICA, "asked when nothing answers", "RolloutReplica.clear_kv_cache(self)"),
     *_named(_AGENTS, "derived from", "AgentLoopWorkerTQ"),
     *_named(_AGENT_BASE, "overridden", "AgentLoopWorker._run_agent_loop(self, sampling_params, trajectory)"),
@@ -166,7 +171,6 @@ TEXTS: tuple[HostText, ...] = (
     ),
     _text(_TRANSFER, "CheckpointEngineManager.update_weights", "self.actor_wg.update_weights(", "waits for each rank"),
     _text(_REPLICA, "RolloutReplica.__init__", "self.servers", "asked when nothing answers"),
-    _text(_VLLM_ADAPTER, "ServerAdapter.__init__", "self.zmq_handle = ", "its socket is moved"),
     _text(_AGENTS, "AgentLoopManagerTQ", "= AgentLoopWorkerTQ", "ours is entered there"),
     _text(_SAMPLES, "ReplayBuffer.sample", "self._wait_for_next_poll(", "the poll of a wait for prompts"),
     _text(_TRAINER, "PPOTrainer._init_resource_pool_mgr", "self.role_worker_mapping", "our workers are entered there"),
