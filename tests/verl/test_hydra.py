@@ -199,6 +199,7 @@ PACKED = [*ON, "+actor_rollout_ref.rl_safe.packed_sync=true", f"{ROLLOUT}.name=v
     ("overrides", "message"),
     [
         (["+actor_rollout_ref.rl_safe.enabled=true"], "strategy=fsdp: it must be megatron"),
+        (["+actor_rollout_ref.rl_safe.packed_sync=true"], "has settings, but no actor_rollout_ref.rl_safe.enabled"),
         ([*ON, "+actor_rollout_ref.rl_safe.timeouts.sav=3"], "unknown key .*timeouts.sav; the nearest .*timeouts.save"),
         ([*ON, "+actor_rollout_ref.rl_safe.timeouts.save=soon"], "rl_safe.timeouts.save cannot be 'soon'"),
         ([*ON, "+actor_rollout_ref.rl_safe.timeouts.save=0"], "timeouts.save cannot be 0; it should be greater than 0"),

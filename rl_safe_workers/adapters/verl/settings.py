@@ -88,6 +88,8 @@ def _read(config: DictConfig, taken: dict[str, Any]) -> VerlSettings:
     given = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node or {}
     if not isinstance(given, dict):
         raise ConfigError(f"{NODE} must hold keys, such as {NODE}.enabled=true, and is {given!r:.200}")
+    if given and "enabled" not in given:
+        raise ConfigError(f"{NODE} has settings, but no {NODE}.enabled: set it to true for our engines, or to false")
     for key, place in TAKEN.items():
         if key in given:
             raise ConfigError(f"unknown key {NODE}.{key}: set {place}")
