@@ -37,6 +37,8 @@ class Source:
     """The key of each fact in its source."""
     max_ctas: Mapping[str, int] = field(default_factory=dict)
     """Limit of channels for each group, by Megatron's name."""
+    habits: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults that replace those of the host."""
 
     def key(self, name: str) -> str:
         """Returns the key of a fact in this source, even if the fact was not given."""
@@ -49,6 +51,7 @@ class Source:
             values={**self.values, **other.values},
             keys={**self.keys, **{name: other.key(name) for name in other.values}},
             max_ctas={**self.max_ctas, **other.max_ctas},
+            habits={**self.habits, **other.habits},
         )
 
 
@@ -163,7 +166,7 @@ def make_request(source: Source, *, host: str = "megatron") -> Request:
         for field in FIELDS
         if source.values.get(field.name) is not None
     }
-    habits = HOST_DEFAULTS[given.setdefault("host", host)]
+    habits = {**HOST_DEFAULTS[given.setdefault("host", host)], **source.habits}
     facts = {field.name: given.get(field.name, habits.get(field.name, field.default)) for field in FIELDS}
     if facts["host"] == "ms-swift" and "sends" not in given:
         # batch_p2p_comm is on without virtual stages (swift/megatron/arguments/megatron_args.py:1116).

@@ -13,12 +13,13 @@ from omegaconf.errors import OmegaConfBaseException
 from rl_safe_workers.errors import ConfigError, first_line
 from rl_safe_workers.foreign_files import kind_of
 from rl_safe_workers.model_files import CONFIG
-from rl_safe_workers.plan.fields import BY_NAME, FIELDS
+from rl_safe_workers.plan.fields import BY_NAME, FIELDS, HOST_DEFAULTS
 from rl_safe_workers.plan.request import Source
 from rl_safe_workers.yaml_files import check_interpolations, overlaid, parse_yaml, read_yaml, with_defaults
 
 FROM = ("verl", "nemo-rl")
 _LAUNCHERS = ("python", "python3", "-m", "-u", "uv", "run", "bash", "--")
+_MODULES = ("verl.trainer.", "rl_safe_workers.adapters.verl.", "--config")
 _MOST_LAYERS = 1_000
 _LONGEST_KEY = 500
 _SUFFIXES = (".yaml", ".yml")
@@ -27,6 +28,18 @@ _LISTS = (BY_NAME["pipeline_layout"].verl, BY_NAME["pipeline_layout"].nemo_rl)
 """Keys whose value may be a list. A list is kept as text."""
 _VERL_RESHARDABLE = "actor_rollout_ref.actor.megatron.dist_ckpt_optim_fully_reshardable"
 _NEMO_RL_VLLM = "policy.generation.vllm_cfg"
+_RL_SAFE = "actor_rollout_ref.rl_safe"
+_OURS_IN_VERL = (
+    "bootstrap",
+    "budget",
+    "timeout_s",
+    "group_timeout_s",
+    "fully_parallel_save",
+    "validate_access_integrity",
+    "finalizes",
+    "teardown",
+)
+"""Habits of verl that our engines replace."""
 
 
 def recipe_source(path: str, overrides: Sequence[str]) -> Source:
@@ -75,7 +88,9 @@ def verl_source(arguments: Sequence[str]) -> Source:
     values = {"host": "verl", **_selected(config, names)}
     _add_verl_rank_counts(values, names, config)
     _add_verl_sharding(values, names, config)
-    return Source(name="verl", values=values, keys=names)
+    if not _has_our_engines(config):
+        return Source(name="verl", values=values, keys=names)
+    return _with_our_engines(values, names, config)
 
 
 def nemo_rl_source(arguments: Sequence[str]) -> Source:
@@ -111,7 +126,7 @@ def read_source(host: str, arguments: Sequence[str]) -> Source:
 
 
 def _is_launcher(argument: str) -> bool:
-    return argument in _LAUNCHERS or argument.startswith(("verl.trainer.", "--config")) or argument.endswith(".py")
+    return argument in _LAUNCHERS or argument.startswith(_MODULES) or argument.endswith(".py")
 
 
 def _add_verl_rank_counts(values: dict[str, Any], names: dict[str, str], config: DictConfig) -> None:
@@ -160,6 +175,33 @@ def _add_verl_sharding(values: dict[str, Any], names: dict[str, str], config: Di
     if flag is not None:
         fully = BY_NAME["fully_parallel_save"].parse(flag, key=_VERL_RESHARDABLE)
         values["optimizer_sharding"] = "fully_reshardable" if fully else "dp_reshardable"
+
+
+def _has_our_engines(config: DictConfig) -> bool:
+    """Returns True if verl's configuration enables our engines, by a key or by ``+rl_safe=enabled``."""
+    key = f"{_RL_SAFE}.enabled"
+    flag = _select(config, key)
+    return bool(_select(config, "rl_safe") == "enabled" if flag is None else BY_NAME["bootstrap"].parse(flag, key=key))
+
+
+def _with_our_engines(values: dict[str, Any], names: dict[str, str], config: DictConfig) -> Source:
+    from rl_safe_workers.config import MaxCtasConfig
+    from rl_safe_workers.section import read
+
+    # Our engines read the timeout that verl's own workers do not read.
+    values.pop("unread_timeout_s", None)
+    names["budget"] = f"{_RL_SAFE}.bootstrap.budget"
+    values |= _selected(config, {"budget": names["budget"]})
+    key = f"{_RL_SAFE}.bootstrap.max_ctas"
+    limits = OmegaConf.select(config, key)
+    given = cast(dict[str, Any], OmegaConf.to_container(limits)) if OmegaConf.is_dict(limits) else {}
+    return Source(
+        name="verl",
+        values=values,
+        keys=names,
+        max_ctas=read(MaxCtasConfig, given, node=key).limits(),
+        habits={name: HOST_DEFAULTS["rl-safe"][name] for name in _OURS_IN_VERL},
+    )
 
 
 def _add_nemo_rl_engines(values: dict[str, Any], names: dict[str, str], config: DictConfig) -> None:

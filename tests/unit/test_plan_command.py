@@ -199,6 +199,40 @@ def test_verls_keys_are_understood_from_a_command_line() -> None:
     assert (found.async_save, found.unread_timeout_s) == (True, 1200)
 
 
+RL_SAFE = "actor_rollout_ref.rl_safe"
+
+
+@pytest.mark.parametrize(
+    ("given", "is_ours"),
+    [
+        ([], False),
+        (["+rl_safe=enabled"], True),
+        (["+rl_safe=default"], False),
+        ([f"+{RL_SAFE}.enabled=true"], True),
+        (["+rl_safe=enabled", f"{RL_SAFE}.enabled=false"], False),
+    ],
+    ids=["stock", "enabled", "default", "key", "turned off"],
+)
+def test_a_plan_of_verl_knows_what_our_engines_change(given: list[str], is_ours: bool) -> None:
+    entry = ["python", "-m", "rl_safe_workers.adapters.verl.main_ppo", "trainer.nnodes=1"]
+    found = request_of(verl_source([*entry, "actor_rollout_ref.nccl_timeout=900", *given]))
+    assert (found.bootstrap, found.budget, found.finalizes) == (is_ours,) * 3
+    assert (found.fully_parallel_save, found.validate_access_integrity) == (not is_ours,) * 2
+    assert found.teardown == ("ordered" if is_ours else "killed")
+    assert (found.timeout_s, found.unread_timeout_s) == ((None, None) if is_ours else (1800, 900))
+
+
+def test_a_plan_of_verl_reads_the_limits_of_our_engines() -> None:
+    given = ["trainer.nnodes=1", "+rl_safe=enabled", f"{RL_SAFE}.bootstrap.budget=false"]
+    source = verl_source([*given, f"{RL_SAFE}.bootstrap.max_ctas.pp=32"])
+    assert not request_of(source).budget
+    assert source.max_ctas == {"pp": 32}
+    with pytest.raises(ConfigError, match=r"bootstrap.max_ctas.pq; the nearest"):
+        verl_source([*given, f"{RL_SAFE}.bootstrap.max_ctas.pq=32"])
+    with pytest.raises(ConfigError, match=rf"{RL_SAFE}.enabled=yess cannot be used: it takes true or false"):
+        verl_source([*given, f"{RL_SAFE}.enabled=yess"])
+
+
 def test_verls_sharding_follows_its_flag() -> None:
     flag = "actor_rollout_ref.actor.megatron.dist_ckpt_optim_fully_reshardable"
     for given, sharding in (
