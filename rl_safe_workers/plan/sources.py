@@ -185,21 +185,20 @@ def _has_our_engines(config: DictConfig) -> bool:
 
 
 def _with_our_engines(values: dict[str, Any], names: dict[str, str], config: DictConfig) -> Source:
-    from rl_safe_workers.config import MaxCtasConfig
+    from rl_safe_workers.config import BootstrapConfig
     from rl_safe_workers.section import read
 
-    # Our engines read the timeout that verl's own workers do not read.
-    values.pop("unread_timeout_s", None)
-    names["budget"] = f"{_RL_SAFE}.bootstrap.budget"
-    values |= _selected(config, {"budget": names["budget"]})
-    key = f"{_RL_SAFE}.bootstrap.max_ctas"
-    limits = OmegaConf.select(config, key)
-    given = cast(dict[str, Any], OmegaConf.to_container(limits)) if OmegaConf.is_dict(limits) else {}
+    key = f"{_RL_SAFE}.bootstrap"
+    given = OmegaConf.select(config, key, default=OmegaConf.create())
+    if not isinstance(given, DictConfig):
+        raise ConfigError(f"{key}={given!s:.80} cannot be used: it takes keys, such as {key}.budget=true")
+    bootstrap = read(BootstrapConfig, cast(dict[str, Any], OmegaConf.to_container(given)), node=key)
+    values.pop("unread_timeout_s", None)  # our engines read it
     return Source(
         name="verl",
-        values=values,
-        keys=names,
-        max_ctas=read(MaxCtasConfig, given, node=key).limits(),
+        values={**values, "budget": bootstrap.budget},
+        keys={**names, "budget": f"{key}.budget"},
+        max_ctas=bootstrap.max_ctas.limits(),
         habits={name: HOST_DEFAULTS["rl-safe"][name] for name in _OURS_IN_VERL},
     )
 

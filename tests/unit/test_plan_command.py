@@ -227,10 +227,14 @@ def test_a_plan_of_verl_reads_the_limits_of_our_engines() -> None:
     source = verl_source([*given, f"{RL_SAFE}.bootstrap.max_ctas.pp=32"])
     assert not request_of(source).budget
     assert source.max_ctas == {"pp": 32}
-    with pytest.raises(ConfigError, match=r"bootstrap.max_ctas.pq; the nearest"):
-        verl_source([*given, f"{RL_SAFE}.bootstrap.max_ctas.pq=32"])
-    with pytest.raises(ConfigError, match=rf"{RL_SAFE}.enabled=yess cannot be used: it takes true or false"):
-        verl_source([*given, f"{RL_SAFE}.enabled=yess"])
+    for wrong, told in (
+        ("bootstrap.max_ctas.pq=32", r"bootstrap.max_ctas.pq; the nearest"),
+        ("bootstrap.max_ctas=3", r"bootstrap.max_ctas cannot be 3"),
+        ("bootstrap=[1]", r"bootstrap=\[1\] cannot be used: it takes keys"),
+        ("enabled=yess", rf"{RL_SAFE}.enabled=yess cannot be used: it takes true or false"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            verl_source([*given, f"{RL_SAFE}.{wrong}"])
 
 
 def test_verls_sharding_follows_its_flag() -> None:
