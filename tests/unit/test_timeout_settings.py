@@ -36,7 +36,7 @@ def read_nemo_rl(key: str) -> HostSettings:
 
 
 def read_verl(key: str) -> HostSettings:
-    return verl_settings._read(OmegaConf.from_dotlist([f"{key}=17"]), {})
+    return verl_settings._read(OmegaConf.from_dotlist([f"{verl_settings.NODE}.enabled=true", f"{key}=17"]), {})
 
 
 @pytest.mark.parametrize(
