@@ -18,7 +18,7 @@ import torch
 from benchmarks.table import Row, at_least, at_most, machine_in_words
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.models.seeded import create_seeded_model
-from rl_safe_workers.rollout.digest import digests
+from rl_safe_workers.rollout.digest import digests_of
 from rl_safe_workers.versions import installed_versions
 
 SYNCS, BATCH = 500, 10
@@ -96,7 +96,7 @@ def speed_of_digests(device: torch.device, report: Callable[[str], None]) -> Row
             found.append(time.monotonic() - started_s)
         return median(found[1:])
 
-    digest_s, copy_s = seconds(lambda: digests(tensors)), seconds(lambda: other.copy_(whole))
+    digest_s, copy_s = seconds(lambda: digests_of(tensors)), seconds(lambda: other.copy_(whole))
     ours, peer = whole.nbytes / digest_s / 1e9, 2 * whole.nbytes / copy_s / 1e9
     report(f"digests on {device.type}: {ours:.2f} GB/s, and a copy reads and writes {peer:.2f} GB/s")
     facts: dict[str, Any] = {"machine": machine_in_words(), "versions": installed_versions()}

@@ -106,8 +106,19 @@ def socket_folder(run_id: str) -> Path:
     return Path("/tmp", f"{TEMP_PREFIX}{run_id}")
 
 
+def private_socket_folder(run_id: str) -> Path:
+    """Makes the folder of `socket_folder`, if it does not exist, and returns it.
+
+    Raises:
+        OSError: If the folder cannot be made, or if another user may write to the existing one.
+    """
+    folder = socket_folder(run_id)
+    make_private(folder)
+    return folder
+
+
 def make_private(folder: Path) -> None:
-    """Makes a folder that only this user may enter, if it does not exist.
+    """Makes a folder that only this user may enter. Accepts an existing folder that nobody else may write to.
 
     Raises:
         OSError: If the folder cannot be made, or if another user may write to the existing one.

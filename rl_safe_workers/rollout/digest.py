@@ -50,7 +50,7 @@ Sizes = Sequence[Sequence[int]]
 
 
 @torch.no_grad()
-def digests(
+def digests_of(
     tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None, *, sizes: Sizes | None = None
 ) -> torch.Tensor:
     """Returns the digest of each tensor, or of each part: int64, ``[number of digests]``, on the tensors' device.
@@ -106,9 +106,9 @@ def prepared(
     tensors still have their memory.
 
     Args:
-        tensors: As for `digests`.
-        spans: As for `digests`.
-        sizes: As for `digests`.
+        tensors: As for `digests_of`.
+        spans: As for `digests_of`.
+        sizes: As for `digests_of`.
 
     Returns:
         The function; None without the kernel, or if a tensor must be copied for it.

@@ -46,12 +46,12 @@ class _Batch(NamedTuple):
 def digests_of(
     tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None, sizes: Sizes | None = None
 ) -> torch.Tensor:
-    """Returns what `digest.digests` returns. Does not wait for the GPU.
+    """Returns what `digest.digests_of` returns. Does not wait for the GPU.
 
     Args:
-        tensors: As for `digest.digests`; at least one.
-        spans: As for `digest.digests`.
-        sizes: As for `digest.digests`.
+        tensors: As for `digest.digests_of`; at least one.
+        spans: As for `digest.digests_of`.
+        sizes: As for `digest.digests_of`.
     """
     device, first = tensors[0].device, 0
     found: list[torch.Tensor] = []
@@ -130,7 +130,7 @@ class Table:
 
         Args:
             batch: The memory of the tensors. It must stay where it is as long as the table is used.
-            spans: As for `digest.digests`.
+            spans: As for `digest.digests_of`.
             device: The tensors' device.
         """
         addresses, words = np.array(batch.addresses), np.array(batch.sizes) // WORD_BYTES

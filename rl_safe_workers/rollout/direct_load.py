@@ -18,7 +18,7 @@ import torch
 from rl_safe_workers.compat.torch_copies import copy_each
 from rl_safe_workers.compat.torch_dispatch import TorchDispatchMode
 from rl_safe_workers.rollout.cuts import BucketPart
-from rl_safe_workers.rollout.digest import digests
+from rl_safe_workers.rollout.digest import digests_of
 from rl_safe_workers.rollout.packing import whole_weights
 from rl_safe_workers.rollout.part_reads import view_of
 from rl_safe_workers.rollout.protocol import Bucket
@@ -183,7 +183,7 @@ class DirectLoad:
     def note(self, number: int, buffer: torch.Tensor) -> None:
         """Records checksums of a bucket that goes through the loaders, for `check`."""
         if self.obstacle is None and self.copies[number]:  # another rank may have all experts of a bucket
-            self._sent.append(digests(_sources(self.copies[number], buffer)))
+            self._sent.append(digests_of(_sources(self.copies[number], buffer)))
 
     def check(self, parameters: Iterable[torch.Tensor]) -> str | None:
         """Compares the checksums of the sent data with those of every destination, after an update by the loaders.
@@ -215,7 +215,7 @@ class DirectLoad:
             return f"{parts} parts were sent, of {len(targets)}"
         if moved := self.moved(parameters):
             return f"{moved} of {len(targets)} parts are no longer the model's after an update"
-        changed = int(torch.cat(sent).ne(digests(targets)).sum()) if sent else 0
+        changed = int(torch.cat(sent).ne(digests_of(targets)).sum()) if sent else 0
         return f"{changed} of {len(targets)} parts are held in another form than sent" if changed else None
 
     @torch.no_grad()

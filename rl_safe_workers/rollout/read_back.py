@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from rl_safe_workers.rollout.cuts import ONLY_RANK, EngineRank
-from rl_safe_workers.rollout.digest import Span, digests, prepared
+from rl_safe_workers.rollout.digest import Span, digests_of, prepared
 from rl_safe_workers.rollout.engine_places import EnginePlaces
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.rollout.sync_proof import HeldCut, HeldWeights
@@ -249,7 +249,7 @@ class ReadBack:
         names = {self._found.places[number].parameter for number in read}
         return _Layout(
             numbers=tuple(read),
-            take=take or partial(digests, views, spans),
+            take=take or partial(digests_of, views, spans),
             sizes={name: parameters[name].numel() for name in names},
             lasts=take is not None,
         )

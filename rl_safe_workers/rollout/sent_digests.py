@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from rl_safe_workers.rollout.digest import Sizes, digests
+from rl_safe_workers.rollout.digest import Sizes, digests_of
 from rl_safe_workers.rollout.sync_proof import SentWeights
 
 AT_ONCE_BYTES = 64 * 2**20
@@ -20,7 +20,7 @@ class SentDigests:
     """Takes digests of the weights of one sync."""
 
     def __init__(self) -> None:
-        """Has seen no weight yet."""
+        """Starts without digests."""
         self._names: list[str] = []
         """Name of the weight of each digest."""
         self._known: set[str] = set()
@@ -37,10 +37,12 @@ class SentDigests:
         """Takes digests of weights. Does not wait for a GPU.
 
         Args:
-            names: HF names of the weights.
+            names: HF names of the weights. If there are none, nothing happens.
             take: Returns their digests in this order: int64, ``[number of names]``.
             started_s: When the work for these digests began, in seconds of the monotonic clock; None: now.
         """
+        if not names:
+            return  # digests of no tensors are on no GPU, and `sent` joins them all
         started_s = time.monotonic() if started_s is None else started_s
         self._digests.append(take())
         self._names += names
@@ -55,7 +57,7 @@ class SentDigests:
         Args:
             names: HF names of the weights.
             tensors: Tensors in whose memory they are, one after another.
-            sizes: Bytes of the weights in each tensor, as for `digest.digests`.
+            sizes: Bytes of the weights in each tensor, as for `digest.digests_of`.
         """
         self._held.append((names, tensors, sizes))
         self._known.update(names)
@@ -68,7 +70,7 @@ class SentDigests:
         tensors = [tensor for _, some, _ in held for tensor in some]
         sizes = [parts for _, _, some in held for parts in some]
         if tensors:
-            self.add([name for names, _, _ in held for name in names], partial(digests, tensors, sizes=sizes))
+            self.add([name for names, _, _ in held for name in names], partial(digests_of, tensors, sizes=sizes))
 
     def passing(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, at_once_bytes: int = AT_ONCE_BYTES
@@ -124,7 +126,7 @@ class SentDigests:
             self._noted(weights)
 
     def _noted(self, weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        self.add([name for name, _ in weights], partial(digests, [tensor for _, tensor in weights]))
+        self.add([name for name, _ in weights], partial(digests_of, [tensor for _, tensor in weights]))
         return weights
 
     def sent(self) -> SentWeights:

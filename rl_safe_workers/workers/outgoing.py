@@ -19,8 +19,7 @@ from rl_safe_workers.compat.torch_copies import copy_each
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import PLAIN, OwnWeight
 from rl_safe_workers.rollout.cuts import BucketPart
-from rl_safe_workers.rollout.digest import digests as digests_of
-from rl_safe_workers.rollout.digest import prepared
+from rl_safe_workers.rollout.digest import digests_of, prepared
 from rl_safe_workers.rollout.packing import DTYPES, Adjacent, cut, dtype_name
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
 from rl_safe_workers.rollout.sent_digests import AT_ONCE_BYTES, SentDigests
@@ -28,7 +27,6 @@ from rl_safe_workers.rollout.sent_digests import AT_ONCE_BYTES, SentDigests
 Items = Iterator[tuple[tuple[str, ...], Sequence[torch.Tensor]]]
 """Yields items: the names of some weights, and tensors whose memory is exactly these weights, one after another. The
 tensors of an item have one dtype, and the same shape except in the first dimension."""
-_NOTHING = (("nothing",), (torch.empty(0),))
 
 
 @dataclass(slots=True)
@@ -291,7 +289,10 @@ class Outgoing:
     def _take(bucket: Bucket, number: int, weights: Items) -> tuple[Sequence[torch.Tensor], int]:
         """Takes the next item. Returns it with the number of weights in it, of which the first is ``number``."""
         spec = bucket.specs[number]
-        names, tensors = next(weights, _NOTHING)
+        item = next(weights, None)
+        if item is None:
+            raise WeightSyncError(f"weight {spec.name} was announced, but the export has ended")
+        names, tensors = item
         count, first, dtype = len(names), tensors[0], DTYPES[spec.dtype]
         fits = sum(one.nbytes for one in tensors) == sum(bucket.sizes[number : number + count]) and (
             count > 1 or first.shape == spec.shape

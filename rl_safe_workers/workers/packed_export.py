@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rl_safe_workers.models.own_weights import OwnWeight
 from rl_safe_workers.rollout.packing import adjacent_in
 from rl_safe_workers.rollout.protocol import Bucket, plan_buckets
+from rl_safe_workers.rollout.sent_digests import SentDigests
 from rl_safe_workers.workers.outgoing import Outgoing
 
 
@@ -39,22 +40,27 @@ class PackedExport:
         self.buckets: list[Bucket] = plan_buckets(self._outgoing.specs, bucket_bytes=bucket_bytes)
         self._adjacent = adjacent_in(self.buckets)
 
-    def tensors(self, device: torch.device) -> Iterator[torch.Tensor]:
+    def tensors(self, device: torch.device, *, digests: SentDigests | None = None) -> Iterator[torch.Tensor]:
         """Yields the memory of each bucket, uint8. Collective over: the training world, at each item.
 
         A bucket is in memory for as long as the caller keeps it. The next one has memory of its own.
 
         Args:
             device: The model's device. A GPU does its part on the current stream.
+            digests: Takes digests of the weights that this rank sends, before it packs them.
 
         Raises:
             WeightSyncError: If a weight is not as it was planned.
             RuntimeError: If there is no memory for a bucket.
         """
+        if digests is not None:
+            self._outgoing.digest_in_place(digests, self._adjacent)
         weights = self._outgoing.weights(self._adjacent)
         for bucket in self.buckets:
             buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=device)
-            self._outgoing.pack(bucket, weights, buffer, training_rank=self._rank)
+            self._outgoing.pack(bucket, weights, buffer, training_rank=self._rank, digests=digests)
+            if digests is not None:
+                digests.digest_held()  # the weights may be freed once they are packed
             dist.broadcast(buffer, group_src=bucket.source, group=dist.group.WORLD)
             yield buffer
             del buffer  # before the next one is made

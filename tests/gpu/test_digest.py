@@ -22,18 +22,18 @@ def test_the_kernel_can_be_built() -> None:
 @pytest.mark.parametrize("name", cases())
 def test_numpy_finds_the_same(name: str) -> None:
     tensors, spans, expected = cases()[name]
-    assert int(digest.digests([tensor.cuda() for tensor in tensors], spans).sum()) == expected
+    assert int(digest.digests_of([tensor.cuda() for tensor in tensors], spans).sum()) == expected
 
 
 def test_numpy_finds_the_same_for_parts_of_tensors() -> None:
     cut = cut_tensors()
-    found = digest.digests([of.tensor.cuda() for of in cut.values()], sizes=[of.sizes for of in cut.values()])
+    found = digest.digests_of([of.tensor.cuda() for of in cut.values()], sizes=[of.sizes for of in cut.values()])
     assert found.tolist() == [one for of in cut.values() for one in of.expected]
 
 
 def test_digests_of_weights_on_two_streams_are_those_of_the_weights() -> None:
     weights = {str(number): torch.full((2**20,), float(number), device="cuda") for number in range(40)}
-    expected = dict(zip(weights, digest.digests([*weights.values()]).tolist(), strict=True))
+    expected = dict(zip(weights, digest.digests_of([*weights.values()]).tolist(), strict=True))
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
 
     def made() -> Iterator[tuple[str, torch.Tensor]]:
@@ -52,13 +52,22 @@ def test_digests_of_weights_on_two_streams_are_those_of_the_weights() -> None:
     assert found.sent().digests == expected
 
 
+@pytest.mark.parametrize("at_once_bytes", [0, 2**30])
+def test_digests_of_weights_that_pass_are_those_of_the_weights(at_once_bytes: int) -> None:
+    weights = {str(number): torch.full((2**10,), float(number), device="cuda") for number in range(4)}
+    found = SentDigests()
+    for _ in found.passing(iter(weights.items()), at_once_bytes=at_once_bytes):
+        pass
+    assert list(found.sent().digests.values()) == digest.digests_of([*weights.values()]).tolist()
+
+
 def test_prepared_digests_are_those_of_the_memory_as_it_is_now() -> None:
     tensors = [torch.arange(size, device="cuda", dtype=torch.float32) for size in (5, 70_000, 2**20)]
     take = digest.prepared(tensors)
     assert take is not None
     for tensor in tensors:
         tensor.add_(1)
-        assert take().tolist() == digest.digests(tensors).tolist()
+        assert take().tolist() == digest.digests_of(tensors).tolist()
 
 
 def test_a_tensor_that_must_be_copied_is_not_prepared() -> None:
@@ -83,6 +92,6 @@ def test_a_model_is_read_back_whether_or_not_its_layout_is_kept(monkeypatch: pyt
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(1)
-            expected = digest.digests([parameter.detach().bfloat16() for parameter in model.parameters()]).tolist()
+            expected = digest.digests_of([parameter.detach().bfloat16() for parameter in model.parameters()]).tolist()
             assert dict(ReadBack(model, specs).finish().digests) == dict(zip(names, expected, strict=True))
         assert (model in read_back._KEPT) is (dtype == torch.bfloat16)

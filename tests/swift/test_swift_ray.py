@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_safe_workers.reaping.processes import TEMP_PREFIX
 from tests.swift.commands import End
 from tests.swift.ray_jobs import run_ray
 
@@ -84,9 +85,11 @@ def test_the_phases_have_really_run_in_the_actors(own: tuple[Path, End]) -> None
 
 
 def test_the_sockets_of_weights_are_the_jobs_own(own: tuple[Path, End]) -> None:
-    names = {path.read_text() for path in own[0].glob("socket*")}
-    assert len(names) == 2
-    assert not any("swift-rollout-zmq" in name for name in names), "another job on this machine has the same"
+    sockets = {Path(path.read_text().removeprefix("ipc://")) for path in own[0].glob("socket*")}
+    assert len(sockets) == 2
+    (folder,) = {socket.parent for socket in sockets}
+    assert folder.name.startswith(TEMP_PREFIX), "another job on this machine has the same"
+    assert not folder.exists(), "it is removed with the job"
 
 
 @pytest.mark.every_case

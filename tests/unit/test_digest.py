@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from rl_safe_workers.rollout import digest
-from rl_safe_workers.rollout.digest import Span, digests
+from rl_safe_workers.rollout.digest import Span, digests_of
 from tests.slow_digest import slow_digest
 
 
 def of(tensor: torch.Tensor) -> int:
-    return int(digests([tensor]))
+    return int(digests_of([tensor]))
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -23,11 +23,11 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_a_slow_function_finds_the_same(dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(digest._AT_ONCE, "cpu", at_once)
     tensors = [random(5, 7, dtype=dtype), random(0), random(3), random(1, dtype=dtype), random(8, 8, dtype=dtype).t()]
-    assert digests(tensors).tolist() == [slow_digest(tensor) for tensor in tensors]
+    assert digests_of(tensors).tolist() == [slow_digest(tensor) for tensor in tensors]
 
 
 def test_no_tensors_have_no_digests() -> None:
-    assert digests([]).tolist() == []
+    assert digests_of([]).tolist() == []
 
 
 @pytest.mark.parametrize("bit", [0, 15, 16, 31])
@@ -73,6 +73,6 @@ def test_the_digests_of_parts_add_up_to_that_of_the_whole(
             spans.append(Span(start=half * words // 2, width=words // 2, stride=words))
             parts.append(matrix.chunk(2)[half])
             spans.append(Span(start=half * len(matrix) // 2 * words))
-    found = digests(parts, spans).view(2, 2, 2)
+    found = digests_of(parts, spans).view(2, 2, 2)
     for number, matrix in enumerate(matrices):
         assert found[number].sum(0).tolist() == [slow_digest(matrix)] * 2

@@ -60,7 +60,7 @@ def test_there_is_no_table_for_a_tensor_that_must_be_copied(interpreted: dict[st
 @pytest.mark.parametrize("name", cut_tensors())
 def test_torch_finds_the_same_for_parts_of_a_tensor(name: str) -> None:
     tensor, sizes, expected = cut_tensors()[name]
-    assert digest.digests([tensor], sizes=[sizes]).tolist() == expected
+    assert digest.digests_of([tensor], sizes=[sizes]).tolist() == expected
 
 
 @needs_triton
@@ -75,7 +75,7 @@ def test_each_variant_compiles_and_loads_wide_if_the_addresses_allow_it() -> Non
 @pytest.mark.parametrize("name", cases())
 def test_torch_finds_the_same(name: str) -> None:
     tensors, spans, expected = cases()[name]
-    assert int(digest.digests(tensors, spans).sum()) == expected
+    assert int(digest.digests_of(tensors, spans).sum()) == expected
 
 
 def test_a_kernel_that_cannot_be_built_is_told_once(

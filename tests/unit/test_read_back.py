@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rl_safe_workers.rollout import read_back
-from rl_safe_workers.rollout.digest import Span, digests
+from rl_safe_workers.rollout.digest import Span, digests_of
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.rollout.read_back import ReadBack
 from tests.slow_digest import slow_digest
@@ -108,7 +108,7 @@ def preparations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def prepared(tensors: Sequence[torch.Tensor], spans: Sequence[Span]) -> Callable[[], torch.Tensor]:
         found.append(len(tensors))
-        return partial(digests, [tensor.detach() for tensor in tensors], spans)
+        return partial(digests_of, [tensor.detach() for tensor in tensors], spans)
 
     monkeypatch.setattr(read_back, "prepared", prepared)
     return found

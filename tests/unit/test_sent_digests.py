@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rl_safe_workers.rollout import sent_digests
-from rl_safe_workers.rollout.digest import digests
+from rl_safe_workers.rollout.digest import digests_of
 from rl_safe_workers.rollout.read_back import obstacle
 from rl_safe_workers.rollout.sent_digests import SentDigests
 
@@ -29,7 +29,23 @@ def test_weights_pass_in_their_order_and_their_digests_are_those_of_before(at_on
         tensor.fill_(-1)
     assert [name for name, _ in passed] == list(WEIGHTS)
     assert all(torch.equal(tensor, WEIGHTS[name]) for name, tensor in passed)
-    assert found.sent().digests == dict(zip(WEIGHTS, digests(list(WEIGHTS.values())).tolist(), strict=True))
+    assert found.sent().digests == dict(zip(WEIGHTS, digests_of(list(WEIGHTS.values())).tolist(), strict=True))
+
+
+def test_a_large_last_weight_leaves_no_digests_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests of no tensors are on the CPU. ``torch.cat`` refuses them beside those of a GPU."""
+    found, taken = SentDigests(), []
+
+    def noted(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        taken.append(len(tensors))
+        return digests_of(tensors)
+
+    monkeypatch.setattr(sent_digests, "digests_of", noted)
+    for _ in found.passing(iter(WEIGHTS.items()), at_once_bytes=0):
+        pass
+    for _ in found.passing_on_their_streams(iter(())):
+        pass
+    assert taken == [1] * len(WEIGHTS)
 
 
 @pytest.mark.parametrize("at_once_bytes", [0, 40])
@@ -91,7 +107,7 @@ def test_weights_of_several_streams_pass_as_they_come_and_are_digested_on_their_
     assert taken_on == list(zip(range(3, 10), turns, strict=True))
     assert len(digested) == {0: 7, 20: 6, 10**6: 3}[at_once_bytes]
     assert waited == ["first", "second"]
-    assert found.sent().digests == dict(zip(WEIGHTS, digests(list(WEIGHTS.values())).tolist(), strict=True))
+    assert found.sent().digests == dict(zip(WEIGHTS, digests_of(list(WEIGHTS.values())).tolist(), strict=True))
 
 
 def test_held_weights_are_digested_many_at_once_and_known_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,9 +115,9 @@ def test_held_weights_are_digested_many_at_once_and_known_at_once(monkeypatch: p
 
     def counted(tensors: Sequence[torch.Tensor], *, sizes: Sequence[Sequence[int]]) -> torch.Tensor:
         calls.append(len(tensors))
-        return digests(tensors, sizes=sizes)
+        return digests_of(tensors, sizes=sizes)
 
-    monkeypatch.setattr(sent_digests, "digests", counted)
+    monkeypatch.setattr(sent_digests, "digests_of", counted)
     monkeypatch.setattr(sent_digests, "AT_ONCE_BYTES", 100)
     weights = {f"weight{number}": torch.randn(10) for number in range(7)}
     taken = SentDigests()
@@ -114,7 +130,7 @@ def test_held_weights_are_digested_many_at_once_and_known_at_once(monkeypatch: p
     found = taken.sent().digests
     assert calls == [3, 3, 2]
     weights |= {"first": joined[:2], "second": joined[2:]}
-    assert found == {name: int(digests([tensor])) for name, tensor in weights.items()}
+    assert found == {name: int(digests_of([tensor])) for name, tensor in weights.items()}
 
 
 def test_a_sync_without_weights_has_no_digests() -> None:

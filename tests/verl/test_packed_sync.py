@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+from collections import ChainMap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,15 @@ import torch
 from rl_safe_workers.adapters.verl import environment
 from rl_safe_workers.adapters.verl.packed_sync import PackedSync
 from rl_safe_workers.errors import ConfigError
-from rl_safe_workers.rollout.digest import digests
+from rl_safe_workers.rollout.digest import digests_of
 from rl_safe_workers.rollout.packed_updates import PackedUpdates
+from rl_safe_workers.workers import packed_export
 from tests.verl.host import batch, syncing_worker, training_worker
 from tests.verl.ranks import run_verl_ranks, values
 
 SIZE, STEPS = 4, 3
+WRONG_STEP = 2
+"""The step of which a rank packs a wrong byte."""
 LAYOUTS = {
     "ep2": {"expert_model_parallel_size": 2},
     "tp2_ep2": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
@@ -64,8 +68,25 @@ def _print(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], str]:
     return str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(data).hexdigest()
 
 
-def _syncs(rank: int, model: Path, layout: dict[str, Any]) -> list[tuple[bool, int, bool, dict[str, float], bool]]:
-    """Returns for each step: packed or not, tensors sent, as the export or not, the metrics, and the digests' truth."""
+def _spoil_packing(patch: pytest.MonkeyPatch) -> None:
+    """Makes each rank flip a bit of the first weight that it packs."""
+    broadcast = packed_export.dist.broadcast
+
+    def spoiled(buffer: torch.Tensor, *, group_src: int, group: Any) -> None:
+        if group_src == torch.distributed.get_rank():
+            buffer[0] ^= 1
+        broadcast(buffer, group_src=group_src, group=group)
+
+    patch.setattr(packed_export.dist, "broadcast", spoiled)
+
+
+def _syncs(
+    rank: int, model: Path, layout: dict[str, Any]
+) -> list[tuple[bool, int, bool, dict[str, float], dict[str, int], dict[str, int]]]:
+    """Returns for each step.
+
+    Packed or not, tensors sent, as the export or not, the metrics, this rank's digests, and the export's.
+    """
     os.environ["RL_SAFE_VERL"] = json.dumps({"packed_sync": True})
     os.environ["RL_SAFE_RUN_ID"] = "packed"
     trained = training_worker(model, **layout)
@@ -74,14 +95,16 @@ def _syncs(rank: int, model: Path, layout: dict[str, Any]) -> list[tuple[bool, i
     found = []
     for step in range(STEPS):
         trained.train_batch(batch(step))
-        if rank == 0:
-            process.prove_sync()
-        asyncio.run(worker.update_weights(global_steps=step))
+        process.prove_sync()
+        with pytest.MonkeyPatch.context() as patch:
+            if step == WRONG_STEP:
+                _spoil_packing(patch)
+            asyncio.run(worker.update_weights(global_steps=step))
         exported = _exported(engine)
-        sent = process.sent_weights().digests if rank == 0 else {}
-        are_right = not sent or sent == {name: int(digests([tensor])) for name, tensor in exported.items()}
+        sent = dict(process.sent_weights().digests)
+        expected = {name: int(digests_of([tensor])) for name, tensor in exported.items()}
         same = rollout.weights == {name: _print(tensor) for name, tensor in exported.items()}
-        found.append((rollout.is_packed[-1], rollout.tensors, same, process.metrics(), are_right))
+        found.append((rollout.is_packed[-1], rollout.tensors, same, process.metrics(), sent, expected))
     return found
 
 
@@ -92,13 +115,21 @@ def _exported(engine: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_first_sync_is_verls_and_later_ones_are_packed_with_the_same_weights(layout: str, tiny_moe: Path) -> None:
-    for of_rank in values(run_verl_ranks(_syncs, SIZE, tiny_moe, LAYOUTS[layout])):
+    ranks = values(run_verl_ranks(_syncs, SIZE, tiny_moe, LAYOUTS[layout]))
+    for of_rank in ranks:
         assert [is_packed for is_packed, *_ in of_rank] == [False, True, True]
-        assert [metrics["rl_safe/sync_packed"] for *_, metrics, _ in of_rank] == [0, 1, 1]
-        assert all(same and are_right for _, _, same, _, are_right in of_rank)
+        assert [metrics["rl_safe/sync_packed"] for _, _, _, metrics, _, _ in of_rank] == [0, 1, 1]
+        assert [same for _, _, same, *_ in of_rank] == [step != WRONG_STEP for step in range(STEPS)]
         first, *later = [tensors for _, tensors, *_ in of_rank]
         assert first > 50
         assert max(later) <= 1 + SIZE, "the plan, and a bucket of each source"
+    for step, of_step in enumerate(zip(*ranks, strict=True)):
+        sent = [digests_of_rank for *_, digests_of_rank, _ in of_step]
+        expected = of_step[0][-1]
+        assert ChainMap(*sent) == expected, "a byte that is wrongly packed does not change the digests"
+        assert sum(map(len, sent)) == len(expected)
+        takers = sum(map(bool, sent))
+        assert takers == 1 if step == 0 else takers > 1, "each rank takes digests of the weights that it packs"
 
 
 class _Engine:

@@ -50,8 +50,8 @@ class _Manager:
     def rl_safe_prove(self) -> None:
         self.calls.append("prove")
 
-    def rl_safe_sent(self) -> SentWeights:
-        return SentWeights(digests={NAME: 7, "mtp": 1}, seconds=0.5)
+    def rl_safe_sent(self) -> list[SentWeights]:
+        return [SentWeights(digests={NAME: 7}, seconds=0.5), SentWeights(digests={"mtp": 1}, seconds=0.1)]
 
     def update_weights(self, global_steps: int) -> dict[str, int]:
         self.calls.append(f"update {global_steps}")

@@ -13,6 +13,7 @@ import ray
 from swift.ray.megatron.megatron_worker import MegatronWorker
 from swift.ray.megatron.worker_group import dispatch_collect
 
+from rl_safe_workers import env
 from rl_safe_workers.adapters.patches import replaced
 from rl_safe_workers.adapters.rank_answers import listen
 from rl_safe_workers.adapters.swift import install
@@ -24,6 +25,7 @@ from rl_safe_workers.compat.param_gathers import complete_param_gathers
 from rl_safe_workers.errors import RolloutError, in_one_line
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, Role
+from rl_safe_workers.reaping.processes import private_socket_folder
 from rl_safe_workers.rollout.sync_proof import SentWeights
 
 WORK: dict[str, Phase | None] = {
@@ -169,18 +171,21 @@ def _mend_transfers() -> None:
     """Puts deadlines on this process's waits for an engine, and gives each transfer a socket with a unique name.
 
     ms-swift has no deadline, or one of ten minutes. Its sockets have the same names in all jobs on a machine
-    (rollout/adapter.py:34). So two jobs on a machine hang, or an engine gets the other job's weights.
+    (rollout/adapter.py:34). So two jobs on a machine hang, or an engine gets the other job's weights. Ours are in a
+    folder that is removed with the job.
     """
     from swift.ray.megatron.rollout import adapter
     from swift.ray.megatron.rollout.weight_transfer import BucketedWeightSender
 
+    run_id = env.run_id()
+    assert run_id is not None, "the driver marks its actors"
     make = adapter.RolloutAdapter.__init__
 
     @functools.wraps(make)
     def make_own(one: Any, *args: Any, **kwargs: Any) -> None:
         make(one, *args, **kwargs)
-        # Each transfer tells the engine the name. It is in /tmp, because a socket's path must be short.
-        one.zmq_handle = f"ipc:///tmp/rl-safe-swift-{uuid.uuid4().hex}.sock"
+        # Each transfer tells the engine the name.
+        one.zmq_handle = f"ipc://{private_socket_folder(run_id) / uuid.uuid4().hex}"
 
     original = BucketedWeightSender.__init__
 

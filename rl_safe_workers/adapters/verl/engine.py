@@ -104,17 +104,18 @@ class SafeEngineMixin:
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the weights that a sync sends. Raises before communicators are connected.
 
-        If the sync is to be proved, this also takes digests of the weights as they pass. In a packed sync, the tensors
-        are a plan and buckets; see `packed_updates`.
+        If the sync is to be proved, this also takes digests of the weights. In a packed sync, the tensors are a plan
+        and buckets; see `packed_updates`.
         """
         self.process.trainer.comms.require("weight sync")
         weights, peft_config = super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
         digests = self.process.digests
+        if digests is not None and self.process.trainer.training_rank == 0:
+            weights = digests.passing(weights)  # verl's own export brings the same weights to every rank
         if self._packed_sync is not None and peft_config is None:
             self.process.sync_is_packed = self._packed_sync.is_ready
             return self._gathered(self._packed_sync.weights(weights, digests)), peft_config
-        weights = self._gathered(weights)
-        return weights if digests is None else digests.passing(weights), peft_config
+        return self._gathered(weights), peft_config
 
     @functools.cached_property
     def _packed_sync(self) -> PackedSync | None:

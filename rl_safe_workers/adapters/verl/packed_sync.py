@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +15,8 @@ import torch.distributed as dist
 
 from rl_safe_workers.models.conversion_tasks import own_weights_of_tasks
 from rl_safe_workers.models.own_weights import OwnWeight, difference_from_export
-from rl_safe_workers.rollout.digest import digests as digests_of
 from rl_safe_workers.rollout.packed_updates import Named, bucket_tensor, plan_tensor
-from rl_safe_workers.rollout.packing import dtype_name, places_in
+from rl_safe_workers.rollout.packing import dtype_name
 from rl_safe_workers.rollout.protocol import ITEM_BYTES
 from rl_safe_workers.rollout.sent_digests import SentDigests
 from rl_safe_workers.workers.packed_export import PackedExport
@@ -53,7 +51,7 @@ class PackedSync:
 
         Args:
             exported: verl's own export, which has not begun. It is not used if the sync is packed.
-            digests: Takes digests of the weights; None if it is not asked to.
+            digests: Takes digests of the weights that this rank packs; None if it is not asked to.
 
         Raises:
             WeightSyncError: If a weight is not as it was planned.
@@ -62,7 +60,7 @@ class PackedSync:
             yield from self._packed(self._export, digests)
             return
         form: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        for name, weight in exported if digests is None else digests.passing(exported):
+        for name, weight in exported:
             form[name] = weight.shape, weight.dtype
             yield name, weight
         if not self._is_planned:
@@ -72,11 +70,9 @@ class PackedSync:
     def _packed(self, export: PackedExport, digests: SentDigests | None) -> Iterator[Named]:
         device = next(self._engine.module[0].parameters()).device
         yield plan_tensor(export.buckets, device=device)
-        buffers = export.tensors(device)
-        for number, bucket in enumerate(export.buckets):
+        buffers = export.tensors(device, digests=digests)
+        for number in range(len(export.buckets)):
             buffer = next(buffers)
-            if digests is not None:
-                digests.add([spec.name for spec in bucket.specs], partial(digests_of, places_in(bucket, buffer)))
             if buffer.nbytes > self._host_bytes and buffer.is_cuda:
                 # verl lets the engine read such a tensor where it is, and may not wait until it is complete
                 # (bucketed_weight_transfer.py: _direct_send_large_weight).

@@ -36,7 +36,7 @@ class ProvedTransfer(PassThrough):
             waits,
             every=every,
             announce=lambda: manager.actor_wg.rl_safe_prove(),
-            sent=lambda: [manager.actor_wg.rl_safe_sent()],
+            sent=lambda: manager.actor_wg.rl_safe_sent(),
             engines=self._engines,
         )
 

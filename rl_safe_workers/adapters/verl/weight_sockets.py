@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from rl_safe_workers import env
-from rl_safe_workers.reaping.processes import make_private, socket_folder
+from rl_safe_workers.reaping.processes import private_socket_folder
 
 MODULE = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer"
 """verl's module with both ends of these sockets."""
@@ -25,7 +25,11 @@ _SCHEME = "ipc://"
 
 
 def move(module: ModuleType) -> None:
-    """Moves both ends. ``module`` is `MODULE`. Nothing moves in jobs that our entry has not started."""
+    """Moves the sockets of both ends. Does nothing in jobs that our entry has not started.
+
+    Args:
+        module: The module `MODULE`.
+    """
     for end in (module.BucketedWeightSender, module.BucketedWeightReceiver):
         end.__init__ = _moved(end.__init__)
 
@@ -35,9 +39,7 @@ def _moved(stock: Callable[..., None]) -> Callable[..., None]:
     def init(self: Any, zmq_handle: str, *args: Any, **kwargs: Any) -> None:
         run_id = env.run_id()
         if run_id is not None and zmq_handle.startswith(_SCHEME):
-            folder = socket_folder(run_id)
-            make_private(folder)
-            zmq_handle = f"{_SCHEME}{folder / Path(zmq_handle.removeprefix(_SCHEME)).name}"
+            zmq_handle = f"{_SCHEME}{private_socket_folder(run_id) / Path(zmq_handle.removeprefix(_SCHEME)).name}"
         stock(self, zmq_handle, *args, **kwargs)
 
     return init

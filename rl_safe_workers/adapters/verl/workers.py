@@ -11,7 +11,7 @@ import logging
 from typing import Any
 
 from verl.experimental.separation.engine_workers import DetachActorWorker
-from verl.single_controller.base.decorator import Dispatch, Execute, register
+from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
@@ -88,12 +88,15 @@ class _Syncs(_Calls):
     rollout: Any
     checkpoint_engine: Any
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rl_safe_prove(self) -> None:
-        """Makes training rank 0 take digests of the weights in the next sync. Every rank sends the same weights."""
+        """Makes this rank take digests in the next sync: of the weights that it packs.
+
+        If the sync is not packed, rank 0 takes digests of all weights, and the other ranks take none.
+        """
         trainer_process().prove_sync()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rl_safe_sent(self) -> SentWeights:
         """Returns the digests taken since `rl_safe_prove`, and stops taking them."""
         return trainer_process().sent_weights()
