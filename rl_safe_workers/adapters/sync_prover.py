@@ -33,12 +33,12 @@ class SyncProver:
         sent: Callable[[], Sequence[SentWeights]],
         engines: Callable[[], Sequence[Any]],
     ) -> None:
-        """Proves nothing yet.
+        """Stores its arguments.
 
         Args:
             waits: The driver's waits.
             every: The setting ``prove_sync_freq``.
-            announce: Tells trainers that send all weights together to take digests in the next sync.
+            announce: Tells the trainers to take digests in the next sync. Together, these trainers send all weights.
             sent: Returns the digests of each of them.
             engines: Lists the engines' actors in order of rollout rank. Each has the remote methods ``rl_safe_prove``
                 and ``rl_safe_held`` of a `ProvedWorker`.
@@ -71,7 +71,7 @@ class SyncProver:
             return self._waits.bounded(Phase.SYNC, _PROOF, self._compare) if prove else None
 
         with self._waits.waiting(Phase.SYNC):
-            proved = self._syncs.do(once, what=what, before_redoing=before_redoing)
+            proved = self._syncs.run(once, what=what, before_redoing=before_redoing)
         if proved is not None:
             self.metrics = proved.metrics
         return answers[-1]

@@ -39,7 +39,7 @@ class WeightUpdate:
         place: Callable[[], str | None] = lambda: None,
         check: Callable[[], object] = lambda: None,
     ) -> None:
-        """Begins nothing yet.
+        """Stores its arguments.
 
         Args:
             trainer: This rank.
@@ -81,6 +81,7 @@ class WeightUpdate:
         return value
 
     def _on_this_thread(self) -> Any:
+        """Runs the host's sync. `job_inquiry.SYNC_CALL` finds the sync's stack by this name."""
         return self._send()
 
     def _blame(self) -> tuple[str | None, Exception | None]:

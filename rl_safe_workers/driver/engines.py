@@ -124,7 +124,7 @@ class Engines:
         Raises:
             WeightSyncError: If an engine holds other weights than were sent, twice in a row.
         """
-        proved = self._syncs.do(lambda prove: self._until_done(partial(self._send, prove)))
+        proved = self._syncs.run(lambda prove: self._until_done(partial(self._send, prove)))
         if proved is not None:
             self.fleet.proved(now_s=time.monotonic())
         return proved

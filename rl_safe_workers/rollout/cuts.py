@@ -53,22 +53,22 @@ class EngineRank:
     expert_parallel: bool = False
     """True if each rank holds some experts whole; False if it holds a cut of each expert."""
 
-    def expert(self, number: int, *, of: int) -> int | None:
+    def local_expert(self, number: int, *, experts: int) -> int | None:
         """Returns an expert's index on this rank; None if another rank holds it.
 
         The ranks hold consecutive experts, and the first ranks one more if the experts cannot be divided equally.
 
         Args:
             number: Number of the expert in its layer.
-            of: Number of experts of the layer.
+            experts: Number of experts of the layer.
         """
         if not self.expert_parallel:
             return number
-        each, more = divmod(of, self.size)
+        each, more = divmod(experts, self.size)
         first = self.rank * each + min(self.rank, more)
         return number - first if first <= number < first + each + (self.rank < more) else None
 
-    def cut(self, name: str, layer: str, shape: tuple[int, ...]) -> Cut | None:
+    def held_cut(self, name: str, layer: str, shape: tuple[int, ...]) -> Cut | None:
         """Returns the cut of a weight that this rank holds; None if it holds the whole.
 
         Args:
@@ -80,18 +80,19 @@ class EngineRank:
             return None
         if layer in _COLUMNS_CUT and len(shape) > 1:
             each = shape[-1] // self.size
-            return Cut(axis=len(shape) - 1, first=self.rank * each, length=each, of=shape[-1])
+            return Cut(axis=len(shape) - 1, first=self.rank * each, length=each, whole_length=shape[-1])
         rows = shape[0]
         if layer in _VOCABULARY:
             each = -(-rows // _VOCABULARY_UNIT) * _VOCABULARY_UNIT // self.size
             first = min(self.rank * each, rows)
-            return Cut(axis=0, first=first, length=min(each, rows - first), of=rows)
+            return Cut(axis=0, first=first, length=min(each, rows - first), whole_length=rows)
         if layer in _ROWS_CUT:
             parts = min(self.size, self.kv_heads) if name.split(".")[-2] in _OF_KV_HEADS else self.size
-            return Cut(axis=0, first=self.rank * parts // self.size * (rows // parts), length=rows // parts, of=rows)
+            first = self.rank * parts // self.size * (rows // parts)
+            return Cut(axis=0, first=first, length=rows // parts, whole_length=rows)
         return None
 
-    def sent(self, name: str, layer: str, shape: tuple[int, ...], *, experts: Mapping[str, int]) -> Cut | None:
+    def sent_cut(self, name: str, layer: str, shape: tuple[int, ...], *, experts: Mapping[str, int]) -> Cut | None:
         """Returns the cut of a weight that is sent to this rank; None if the whole is sent.
 
         That is the cut that it holds. Of an expert that only other ranks hold, it is a cut without rows.
@@ -103,9 +104,9 @@ class EngineRank:
             experts: Number of experts of each layer; see `experts_of`.
         """
         match = EXPERT.fullmatch(name) if self.expert_parallel and layer in EXPERTS else None
-        if match is not None and self.expert(int(match["expert"]), of=experts[match["layer"]]) is None:
-            return Cut(axis=0, first=0, length=0, of=shape[0])
-        return self.cut(name, layer, shape)
+        if match is not None and self.local_expert(int(match["expert"]), experts=experts[match["layer"]]) is None:
+            return Cut(axis=0, first=0, length=0, whole_length=shape[0])
+        return self.held_cut(name, layer, shape)
 
 
 ONLY_RANK = EngineRank()
@@ -125,13 +126,13 @@ class View(NamedTuple):
 class Cut:
     """A range of a weight's rows or columns.
 
-    Example: ``Cut(axis=0, first=64, length=64, of=128)``
+    Example: ``Cut(axis=0, first=64, length=64, whole_length=128)``
     """
 
     axis: int
     first: int
     length: int
-    of: int
+    whole_length: int
     """Number of rows or columns of the whole weight."""
 
     def within(self, shape: Sequence[int], view: View) -> View | None:
@@ -141,18 +142,20 @@ class Cut:
             shape: Shape of the whole weight, whose memory is contiguous.
             view: The view.
         """
-        # Elements from one index to the next along the cut's axis, and in all indices of that axis.
-        inner = math.prod(shape[self.axis + 1 :])
-        around = inner * self.of
-        reach = sum((size - 1) * step for size, step in zip(view.shape, view.stride, strict=True) if step < around)
-        begin = view.offset % around
-        if begin < self.first * inner or begin + reach >= (self.first + self.length) * inner:
+        # Elements from one index of the cut's axis to the next.
+        step_of_axis = math.prod(shape[self.axis + 1 :])
+        # Elements in all indices of that axis.
+        axis_elements = step_of_axis * self.whole_length
+        steps = zip(view.shape, view.stride, strict=True)
+        reach = sum((size - 1) * step for size, step in steps if step < axis_elements)
+        begin = view.offset % axis_elements
+        if begin < self.first * step_of_axis or begin + reach >= (self.first + self.length) * step_of_axis:
             return None
-        if any(step % around for step in view.stride if step >= around):
+        if any(step % axis_elements for step in view.stride if step >= axis_elements):
             return None
-        width = inner * self.length
-        stride = tuple(step // around * width if step >= around else step for step in view.stride)
-        return View(view.shape, stride, view.offset // around * width + begin - self.first * inner)
+        width = step_of_axis * self.length
+        stride = tuple(step // axis_elements * width if step >= axis_elements else step for step in view.stride)
+        return View(view.shape, stride, view.offset // axis_elements * width + begin - self.first * step_of_axis)
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the cut.
@@ -217,7 +220,9 @@ def parts_of(
         return (BucketPart(bucket=bucket, cuts=(None,) * len(bucket.specs), start=0),)
     layers = [layer_of(spec.name) for spec in bucket.specs]
     named = [*zip(bucket.specs, layers, strict=True)]
-    cuts = [tuple(rank.sent(spec.name, layer, spec.shape, experts=experts) for spec, layer in named) for rank in ranks]
+    cuts = [
+        tuple(rank.sent_cut(spec.name, layer, spec.shape, experts=experts) for spec, layer in named) for rank in ranks
+    ]
     buckets = [
         bucket_of(
             [

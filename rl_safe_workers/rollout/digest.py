@@ -74,7 +74,7 @@ def digests_of(
         by_kernel: torch.Tensor = kernel.digests_of(tensors, spans, sizes)
         return by_kernel
     if sizes is not None:
-        tensors = [part for tensor, parts in zip(tensors, sizes, strict=True) for part in parts_of(tensor, parts)]
+        tensors = [part for tensor, parts in zip(tensors, sizes, strict=True) for part in split_bytes(tensor, parts)]
     spans = [Span()] * len(tensors) if spans is None else spans
     found = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     at_once = _AT_ONCE.get(device.type, _AT_ONCE["cuda"])
@@ -155,7 +155,7 @@ def _batches(
         yield numbers, parts, starts
 
 
-def parts_of(tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+def split_bytes(tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
     """Returns the memory of a tensor in row-major order, cut into parts of these numbers of bytes."""
     if len(sizes) == 1:
         return (tensor,)
@@ -197,6 +197,7 @@ def _signed(constant: int) -> int:
 
 
 def _mixed(words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Mixes words with their places: int32, in the words' shape. Overwrites ``places``."""
     mixed = places.mul_(_signed(PLACE)).bitwise_xor_(words)
     # torch shifts in copies of the sign bit. The mask clears them.
     mixed.bitwise_xor_((mixed >> 16).bitwise_and_(0xFFFF)).mul_(_signed(FIRST))

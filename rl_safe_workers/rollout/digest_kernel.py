@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rl_safe_workers.rollout.digest import FIRST, PLACE, SECOND, WORD_BYTES, Sizes, Span, parts_of, words_of
+from rl_safe_workers.rollout.digest import FIRST, PLACE, SECOND, WORD_BYTES, Sizes, Span, split_bytes, words_of
 
 _BLOCK, _CHUNK = 2**11, 2**15
 """Words that a program of the kernel reads at a time, and words in a chunk."""
@@ -107,7 +107,7 @@ def _batches(tensors: Sequence[torch.Tensor], sizes: Sizes | None) -> Iterator[_
     batch, copied_bytes = _Batch([], [], []), 0
     for tensor, parts in zip(tensors, sizes or [(tensor.nbytes,) for tensor in tensors], strict=True):
         if _must_be_copied(tensor, parts):
-            copies = [words_of(part) for part in parts_of(tensor, parts)]
+            copies = [words_of(part) for part in split_bytes(tensor, parts)]
             batch.copies.extend(copies)
             batch.addresses.extend(copy.data_ptr() for copy in copies)
             batch.sizes.extend(copy.nbytes for copy in copies)

@@ -19,13 +19,12 @@ from rl_safe_workers.compat.torch_copies import copy_each
 from rl_safe_workers.compat.torch_dispatch import TorchDispatchMode
 from rl_safe_workers.rollout.cuts import BucketPart
 from rl_safe_workers.rollout.digest import digests_of
-from rl_safe_workers.rollout.packing import whole_weights
+from rl_safe_workers.rollout.packing import NamedTensor, whole_weights
 from rl_safe_workers.rollout.part_reads import view_of
 from rl_safe_workers.rollout.protocol import Bucket
 
 logger = logging.getLogger(__name__)
 
-Weights = Iterator[tuple[str, torch.Tensor]]
 _NOT_TRIED, _NOT_PROVEN = "there was no update so far", "the first update goes through them"
 _MOVED = "the model's weights have moved"
 
@@ -49,7 +48,7 @@ class Copy:
         """
         return buffer.as_strided(self.target.shape, self.stride, int(buffer.storage_offset()) + self.offset)
 
-    def joined(self, following: Copy) -> Copy | None:
+    def joined_with(self, following: Copy) -> Copy | None:
         """Returns this copy and the next as one; None unless both their sources and their targets are adjacent."""
         target, other = self.target, following.target
         if not (
@@ -67,14 +66,14 @@ class Copy:
         return Copy(both, (1,), self.offset)
 
 
-def joined(copies: Iterable[Copy]) -> list[Copy]:
+def join_adjacent(copies: Iterable[Copy]) -> list[Copy]:
     """Returns fewer copies with the same effect.
 
     All experts of a layer are adjacent in a bucket, and vLLM holds them in one tensor.
     """
     found: list[Copy] = []
     for copy in copies:
-        both = found[-1].joined(copy) if found else None
+        both = found[-1].joined_with(copy) if found else None
         if both is None:
             found.append(copy)
         else:
@@ -89,7 +88,7 @@ _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records copies out of the weights of a bucket, and prevents all writes."""
 
-    def __init__(self, bucket: Bucket, part: BucketPart, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, bucket: Bucket, part: BucketPart, weights: Sequence[NamedTensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._bucket, self._part = bucket, part
         self._numbers = {weight.untyped_storage().data_ptr(): number for number, (_, weight) in enumerate(weights)}
@@ -133,7 +132,7 @@ class DirectLoad:
     def __init__(
         self,
         buckets: Sequence[tuple[Bucket, BucketPart]],
-        load: Callable[[Weights], Any],
+        load: Callable[[Iterator[NamedTensor]], Any],
         *,
         device: torch.device,
         parts: int = 1,
@@ -161,7 +160,7 @@ class DirectLoad:
             self.obstacle = f"the model's loaders copy {copied} of {sent} bytes"
 
     def _learn(
-        self, bucket: Bucket, part: BucketPart, load: Callable[[Weights], Any], device: torch.device
+        self, bucket: Bucket, part: BucketPart, load: Callable[[Iterator[NamedTensor]], Any], device: torch.device
     ) -> str | None:
         """Learns the copies of a bucket. Returns the reason why the plan cannot be used; None if there is none."""
         try:
@@ -175,13 +174,18 @@ class DirectLoad:
             return f"the model's loaders do not work in place: {type(error).__name__}: {error}"
         if watch.other is not None:
             return f"the model's loaders do more than copy: {watch.other}"
-        self.copies.append(joined(watch.copies))
+        self.copies.append(join_adjacent(watch.copies))
         self._fills.append([(target, value) for target, value in watch.fills if target.numel()])
         self._copied_bytes += sum(copy.target.nbytes for copy in watch.copies)
         return None
 
     def note(self, number: int, buffer: torch.Tensor) -> None:
-        """Records checksums of a bucket that goes through the loaders, for `check`."""
+        """Records checksums of a bucket that goes through the loaders, for `check`.
+
+        Args:
+            number: The bucket's number.
+            buffer: ``[part.bucket.size_bytes]``, uint8.
+        """
         if self.obstacle is None and self.copies[number]:  # another rank may have all experts of a bucket
             self._sent.append(digests_of(_sources(self.copies[number], buffer)))
 
@@ -220,7 +224,12 @@ class DirectLoad:
 
     @torch.no_grad()
     def load(self, number: int, buffer: torch.Tensor) -> None:
-        """Copies a bucket into the model."""
+        """Copies a bucket into the model.
+
+        Args:
+            number: The bucket's number.
+            buffer: ``[part.bucket.size_bytes]``, uint8.
+        """
         # Fills may come first: a fill after a copy to the same elements would have changed the checksums.
         for target, value in self._fills[number]:
             target.fill_(value)
@@ -236,7 +245,7 @@ class LearnedLoad:
     """
 
     def __init__(self) -> None:
-        """Knows nothing yet."""
+        """Starts without a plan."""
         self.obstacle: str | None = _NOT_TRIED
         self._plan: DirectLoad | None = None
         self._is_tried = False
@@ -267,14 +276,24 @@ class LearnedLoad:
             self.obstacle = self._plan.obstacle or _NOT_PROVEN
 
     def load(self, number: int, buffer: torch.Tensor) -> bool:
-        """Copies a bucket into the model if the plan is proven. Returns False if the loaders must load it."""
+        """Copies a bucket into the model if the plan is proven. Returns False if the loaders must load it.
+
+        Args:
+            number: The bucket's number.
+            buffer: ``[part.bucket.size_bytes]``, uint8.
+        """
         if self._plan is None or self.obstacle is not None:
             return False
         self._plan.load(number, buffer)
         return True
 
     def note(self, number: int, buffer: torch.Tensor) -> None:
-        """Records checksums of a bucket that goes through the loaders."""
+        """Records checksums of a bucket that goes through the loaders.
+
+        Args:
+            number: The bucket's number.
+            buffer: ``[part.bucket.size_bytes]``, uint8.
+        """
         if self._plan is not None:
             self._plan.note(number, buffer)
 

@@ -53,7 +53,7 @@ class Place:
         if cut is None:
             return Span()
         inner = torch.Size(self.spec.shape[cut.axis + 1 :]).numel() * self._dtype.itemsize
-        sizes = [cut.first * inner, cut.length * inner, cut.of * inner]
+        sizes = [cut.first * inner, cut.length * inner, cut.whole_length * inner]
         if any(size % WORD_BYTES for size in sizes):
             return None
         start, width, stride = (size // WORD_BYTES for size in sizes)
@@ -68,7 +68,7 @@ class Place:
     def _dtype(self) -> torch.dtype:
         return DTYPES[self.spec.dtype]
 
-    def of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+    def view_in(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Returns the weight, or the cut of it, as the model holds it; None if the rule does not fit the parameter.
 
         A weight that the model holds in a wider dtype is returned in the dtype of the HF weight.
@@ -114,7 +114,7 @@ class EnginePlaces:
         unplaced: list[str] = []
         faults: dict[str, None] = {}
         for spec in by_name.values():
-            parameter, expert, names = _rule(spec.name, parameters)
+            parameter, expert, names = _placement(spec.name, parameters)
             before = names[: names.index(spec.name)]
             missing = [name for name in before if name not in by_name]
             faults |= dict.fromkeys(f"{name}: not sent, and {parameter} holds it" for name in missing)
@@ -127,17 +127,19 @@ class EnginePlaces:
                     parameter=parameter,
                     expert=expert,
                     start=sum(_rows(rank, parameter, by_name[name]) for name in before),
-                    cut=rank.cut(spec.name, _held_by(parameter), spec.shape),
+                    cut=rank.held_cut(spec.name, _layer_of_parameter(parameter), spec.shape),
                     rows=_all_rows(rank, parameter, [by_name.get(name) for name in names]),
                 )
             )
         if _HEAD in parameters and _HEAD not in by_name and (embedding := by_name.get(_EMBEDDING)) is not None:
-            cut = rank.cut(_EMBEDDING, _held_by(_HEAD), embedding.shape)
+            cut = rank.held_cut(_EMBEDDING, _layer_of_parameter(_HEAD), embedding.shape)
             places.append(Place(spec=embedding, parameter=_HEAD, cut=cut))
-        layers = {_layer(name) for name in unplaced}
+        layers = {_decoder_layer(name) for name in unplaced}
         held = {place.parameter for place in places}
         faults |= dict.fromkeys(
-            f"{name}: nothing is sent for it" for name in parameters if name not in held and _layer(name) not in layers
+            f"{name}: nothing is sent for it"
+            for name in parameters
+            if name not in held and _decoder_layer(name) not in layers
         )
         if rank.expert_parallel:
             places = [*_with_held_experts(places, rank)]
@@ -172,13 +174,13 @@ def _with_held_experts(places: Sequence[Place], rank: EngineRank) -> Iterator[Pl
         match = EXPERT.fullmatch(place.spec.name)
         if place.expert is None or match is None:
             yield place
-        elif (expert := rank.expert(place.expert, of=experts[match["layer"]])) is not None:
+        elif (expert := rank.local_expert(place.expert, experts=experts[match["layer"]])) is not None:
             yield replace(place, expert=expert)
 
 
 def _is_cut_unknown(rank: EngineRank, name: str, parameter: str) -> bool:
     """Returns True if a weight is sent as the joined layer. A cut of it is not a range of its rows."""
-    return rank.size > 1 and name == parameter and _held_by(parameter) in JOINED
+    return rank.size > 1 and name == parameter and _layer_of_parameter(parameter) in JOINED
 
 
 def _all_rows(rank: EngineRank, parameter: str, specs: Sequence[WeightSpec | None]) -> int | None:
@@ -199,21 +201,21 @@ def _all_rows(rank: EngineRank, parameter: str, specs: Sequence[WeightSpec | Non
 
 
 def _rows(rank: EngineRank, parameter: str, spec: WeightSpec) -> int:
-    cut = rank.cut(spec.name, _held_by(parameter), spec.shape)
+    cut = rank.held_cut(spec.name, _layer_of_parameter(parameter), spec.shape)
     return spec.shape[0] if cut is None or cut.axis else cut.length
 
 
-def _held_by(parameter: str) -> str:
+def _layer_of_parameter(parameter: str) -> str:
     """Returns the name of the layer, or of the expert tensor, that a parameter is or belongs to."""
     module, _, leaf = parameter.rpartition(".")
     return leaf if leaf in EXPERTS else module.rpartition(".")[2]
 
 
-def _layer(name: str) -> str:
+def _decoder_layer(name: str) -> str:
     return ".".join(name.split(".")[:3]) if ".layers." in name else ""
 
 
-def _rule(name: str, parameters: Collection[str]) -> tuple[str | None, int | None, list[str]]:
+def _placement(name: str, parameters: Collection[str]) -> tuple[str | None, int | None, list[str]]:
     """Returns the parameter that holds a weight, the expert's index, and all weights that it holds, in their order."""
     if match := EXPERT.fullmatch(name):
         layer, expert, part = match["layer"], int(match["expert"]), match["part"]

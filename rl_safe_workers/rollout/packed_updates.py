@@ -17,25 +17,27 @@ import torch
 from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.rollout.cuts import ONLY_RANK, BucketPart, parts_of
 from rl_safe_workers.rollout.direct_load import DirectLoad, LearnedLoad
-from rl_safe_workers.rollout.packing import places_in
+from rl_safe_workers.rollout.packing import NamedTensor, places_in
 from rl_safe_workers.rollout.protocol import ALIGNMENT_BYTES, ITEM_BYTES, Bucket, WeightSpec, bucket_of
 
-Named = tuple[str, torch.Tensor]
 _PLAN, _BUCKET = "rl_safe.plan", "rl_safe.bucket."
 """Names of the tensors of an update. No HF weight has such a name."""
 
 
-def plan_tensor(buckets: Sequence[Bucket], *, device: torch.device) -> Named:
+def plan_tensor(buckets: Sequence[Bucket], *, device: torch.device) -> NamedTensor:
     """Returns the first tensor of an update: it tells which weights each bucket has.
 
     Its size keeps the tensors after it aligned in a host's memory.
+
+    Returns:
+        Name and tensor. The tensor is uint8, ``[multiple of 16]``, on ``device``.
     """
     text = json.dumps([[[spec.name, spec.dtype, spec.shape] for spec in bucket.specs] for bucket in buckets]).encode()
     padded = text.ljust(-(-len(text) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
     return _PLAN, torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
 
 
-def bucket_tensor(number: int, buffer: torch.Tensor) -> Named:
+def bucket_tensor(number: int, buffer: torch.Tensor) -> NamedTensor:
     """Returns the tensor of a bucket.
 
     Args:
@@ -62,7 +64,7 @@ class PackedUpdates:
     """Loads packed updates into a vLLM model: through its loaders until a direct way is proven."""
 
     def __init__(self, *, parts: int) -> None:
-        """Has no plan yet.
+        """Stores the number of ranks. The first update brings the plan.
 
         Args:
             parts: Number of ranks over which the engine spreads its weights. Each gets all weights.
@@ -85,12 +87,15 @@ class PackedUpdates:
         return tuple(spec for bucket, _ in self._buckets for spec in bucket.specs)
 
     @staticmethod
-    def is_packed(weights: Sequence[Named]) -> bool:
+    def is_packed(weights: Sequence[NamedTensor]) -> bool:
         """Returns True if these tensors are part of a packed update."""
         return any(name == _PLAN or name.startswith(_BUCKET) for name, _ in weights)
 
     def load(
-        self, weights: Sequence[Named], models: Sequence[torch.nn.Module], load: Callable[[Iterator[Named]], object]
+        self,
+        weights: Sequence[NamedTensor],
+        models: Sequence[torch.nn.Module],
+        load: Callable[[Iterator[NamedTensor]], object],
     ) -> None:
         """Loads some tensors of an update, in their order.
 
@@ -109,7 +114,7 @@ class PackedUpdates:
                 self._load_bucket(name, tensor, load)
 
     def _begin(
-        self, text: torch.Tensor, models: Sequence[torch.nn.Module], load: Callable[[Iterator[Named]], object]
+        self, text: torch.Tensor, models: Sequence[torch.nn.Module], load: Callable[[Iterator[NamedTensor]], object]
     ) -> None:
         plan = text.cpu().numpy().tobytes()
         if plan != self._text:
@@ -120,7 +125,7 @@ class PackedUpdates:
         learn = partial(DirectLoad, self._buckets, load, device=text.device, parts=self._parts)
         self._loading.begin(models, learn)
 
-    def _load_bucket(self, name: str, buffer: torch.Tensor, load: Callable[[Iterator[Named]], object]) -> None:
+    def _load_bucket(self, name: str, buffer: torch.Tensor, load: Callable[[Iterator[NamedTensor]], object]) -> None:
         number = int(name.removeprefix(_BUCKET)) if name.removeprefix(_BUCKET).isdecimal() else -1
         if self._missing is None or number not in self._missing:
             raise WeightSyncError(f"tensor {name!r:.100} came twice in a weight update, or its plan has no such bucket")

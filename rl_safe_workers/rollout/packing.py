@@ -14,6 +14,8 @@ from rl_safe_workers.rollout.protocol import ITEM_BYTES, Bucket, WeightSpec
 
 Adjacent = frozenset[tuple[str, str]]
 """Pairs of names of weights; see `adjacent_in`."""
+NamedTensor = tuple[str, torch.Tensor]
+"""A tensor with its name."""
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 """dtypes by their names in a `WeightSpec`."""
 
@@ -28,7 +30,7 @@ def spec_of(name: str, tensor: torch.Tensor) -> WeightSpec:
     return WeightSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
 
 
-def cut(
+def split_block(
     block: torch.Tensor, slots: Iterable[int], shapes: Iterable[Sequence[int]], dtypes: Iterable[torch.dtype]
 ) -> list[torch.Tensor]:
     """Cuts a block of memory into tensors, one after another. Cuts equal neighbours together, for speed.
@@ -67,12 +69,12 @@ def adjacent_in(buckets: Iterable[Bucket]) -> Adjacent:
 def places_in(bucket: Bucket, buffer: torch.Tensor) -> list[torch.Tensor]:
     """Returns a view of each weight of a bucket in its buffer, ``[bucket.size_bytes]`` of uint8."""
     specs = bucket.specs
-    return cut(buffer, slots_of(bucket), [spec.shape for spec in specs], [DTYPES[spec.dtype] for spec in specs])
+    return split_block(buffer, slots_of(bucket), [spec.shape for spec in specs], [DTYPES[spec.dtype] for spec in specs])
 
 
 def whole_weights(
     bucket: Bucket, part: BucketPart, buffer: torch.Tensor | None, *, device: torch.device
-) -> list[tuple[str, torch.Tensor]]:
+) -> list[NamedTensor]:
     """Returns whole weights for loaders that take them, and read only the cut of their own rank.
 
     Args:

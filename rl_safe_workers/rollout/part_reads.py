@@ -26,7 +26,7 @@ class PartReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        """Watches no weight yet."""
+        """Starts without watched weights."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._watched: dict[int, _Watched] = {}
         """The whole weights that have a cut, by their addresses."""
@@ -60,8 +60,8 @@ class PartReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         cut = watched.cut
         if cut.within(watched.shape, view_of(tensor)) is None:
             self.outside = (
-                f"{func} reads {tuple(tensor.shape)} of {watched.name} outside of the {cut.length} of {cut.of} "
-                f"{'columns' if cut.axis else 'rows'} that were sent"
+                f"{func} reads {tuple(tensor.shape)} of {watched.name} outside of the {cut.length} of "
+                f"{cut.whole_length} {'columns' if cut.axis else 'rows'} that were sent"
             )
 
 

@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1}
+"""Bytes of an element, by torch's name of the dtype."""
 ALIGNMENT_BYTES = 16
 """Every tensor starts at a multiple of this number of bytes in its bucket, so that any dtype can view it."""
-FIRST_BYTES = 64 * 2**20
+FIRST_BUCKET_BYTES = 64 * 2**20
 """Largest size of the first bucket of a weight sync."""
 
 
@@ -83,15 +84,15 @@ class Bucket:
 def plan_buckets(specs: Sequence[WeightSpec], *, bucket_bytes: int) -> list[Bucket]:
     """Divides weights into buckets of at most ``bucket_bytes``, in order. A new source starts a new bucket.
 
-    The first bucket has at most `FIRST_BYTES`, so that the first broadcast begins early. Later buckets are packed while
-    another one travels. A weight larger than the limit gets its own bucket. Both sides compute the same buckets from
-    the same specs, so only the specs are sent.
+    The first bucket has at most `FIRST_BUCKET_BYTES`, so that the first broadcast begins early. Later buckets are
+    packed while another one travels. A weight larger than the limit gets its own bucket. Both sides compute the same
+    buckets from the same specs, so only the specs are sent.
     """
     buckets: list[Bucket] = []
     current: list[WeightSpec] = []
     used = 0
     for spec in specs:
-        limit = bucket_bytes if buckets else min(bucket_bytes, FIRST_BYTES)
+        limit = bucket_bytes if buckets else min(bucket_bytes, FIRST_BUCKET_BYTES)
         if current and (used + spec.slot_bytes > limit or spec.source != current[0].source):
             buckets.append(bucket_of(current))
             current, used = [], 0

@@ -45,7 +45,7 @@ class ProvedWorker:
             self._rl_safe_is_due, self._rl_safe_read_back = False, None
 
     def _rl_safe_watch(self, specs: Sequence[WeightSpec]) -> None:
-        """From here on, reads weights before layers convert them, if a proof is due.
+        """Starts to read each weight before a layer converts it, if a proof is due.
 
         Args:
             specs: All weights of the sync.

@@ -70,14 +70,14 @@ class _Layout:
     sizes: Mapping[str, int]
     """Number of elements of each parameter that has one of the places, by name."""
     lasts: bool
-    """True if it can be used again as long as the parameters stay where they are. It then holds none of them."""
+    """True if later updates can use it while the parameters stay where they are. It then holds no parameter."""
 
 
-_KEPT: WeakKeyDictionary[torch.nn.Module, tuple[EnginePlaces, Hashable, _Layout]] = WeakKeyDictionary()
-"""The last layout of all places of a model, with what it depends on. To make one takes longer than to read it."""
+_LAST_LAYOUT: WeakKeyDictionary[torch.nn.Module, tuple[EnginePlaces, Hashable, _Layout]] = WeakKeyDictionary()
+"""The last layout of all places of a model, with its key. Making a layout takes longer than reading the weights."""
 
 
-_PLACES: WeakKeyDictionary[torch.nn.Module, tuple[Hashable, EnginePlaces]] = WeakKeyDictionary()
+_LAST_PLACES: WeakKeyDictionary[torch.nn.Module, tuple[Hashable, EnginePlaces]] = WeakKeyDictionary()
 """The last places of a model, with what they depend on."""
 
 
@@ -156,7 +156,7 @@ class ReadBack:
     def prepare(self) -> None:
         """Looks for the layout of an earlier update, for an update that leaves all parameters where they are."""
         started_s = time.monotonic()
-        self._prepared = self._kept(self._where())
+        self._prepared = self._known_layout(self._layout_key())
         self._seconds += time.monotonic() - started_s
 
     def finish(self) -> HeldWeights:
@@ -165,7 +165,7 @@ class ReadBack:
         started_s = time.monotonic()
         layout = self._prepared
         if layout is None:
-            layout = self._kept_layout() if not self._converted else self._layout(self._unconverted())
+            layout = self._full_layout() if not self._converted else self._layout(self._unconverted())
         held = self._read(layout) | self._converted
         whole: list[tuple[str, int]] = []
         cuts: list[HeldCut] = []
@@ -177,7 +177,9 @@ class ReadBack:
             elif cut is None:
                 whole.append((name, digest))
             else:
-                cuts.append(HeldCut(name=name, digest=digest, first=cut.first, length=cut.length, of=cut.of))
+                cuts.append(
+                    HeldCut(name=name, digest=digest, first=cut.first, length=cut.length, whole_length=cut.whole_length)
+                )
         self._sizes |= layout.sizes
         return HeldWeights(
             digests=tuple(whole),
@@ -199,26 +201,26 @@ class ReadBack:
             found.setdefault(place.parameter.rpartition(".")[0], []).append(number)
         return found
 
-    def _where(self) -> Hashable:
+    def _layout_key(self) -> Hashable:
         """Returns what a layout depends on."""
         return tuple(
             (name, each.data_ptr(), each.shape, each.stride(), each.dtype)
             for name, each in self._model.named_parameters()
         )
 
-    def _kept(self, where: Hashable) -> _Layout | None:
+    def _known_layout(self, key: Hashable) -> _Layout | None:
         """Returns the layout of an earlier update if all parameters are where they were; else None."""
-        found, there, layout = _KEPT.get(self._model, (None, None, None))
-        return layout if found is self._found and there == where else None
+        found, known_key, layout = _LAST_LAYOUT.get(self._model, (None, None, None))
+        return layout if found is self._found and known_key == key else None
 
-    def _kept_layout(self) -> _Layout:
+    def _full_layout(self) -> _Layout:
         """Returns the layout of all places. Keeps one that lasts, until a parameter is elsewhere."""
-        where = self._where()
-        if (kept := self._kept(where)) is not None:
-            return kept
+        key = self._layout_key()
+        if (known := self._known_layout(key)) is not None:
+            return known
         layout = self._layout(range(len(self._found.places)), keep=True)
         if layout.lasts:
-            _KEPT[self._model] = self._found, where, layout
+            _LAST_LAYOUT[self._model] = self._found, key, layout
         return layout
 
     def _layout(self, numbers: Iterable[int], *, keep: bool = False) -> _Layout:
@@ -238,7 +240,7 @@ class ReadBack:
             parameter = parameters.get(place.parameter)
             if parameter is None:
                 parameter = parameters[place.parameter] = self._model.get_parameter(place.parameter).detach()
-            view, span = place.of(parameter), place.span
+            view, span = place.view_in(parameter), place.span
             if view is not None and span is not None:
                 read.append(number)
                 views.append(view)
@@ -260,11 +262,14 @@ class ReadBack:
 
 
 def _places_of(model: torch.nn.Module, specs: tuple[WeightSpec, ...], rank: EngineRank) -> EnginePlaces:
-    """Returns what `EnginePlaces.of` returns, and keeps it. For many experts, that takes longer than to read them."""
+    """Returns `EnginePlaces.of(...)`, and caches it.
+
+    With many experts, finding the places takes longer than reading them.
+    """
     parts = specs, tuple(name for name, _ in model.named_parameters()), rank
-    kept, places = _PLACES.get(model, (None, None))
+    kept, places = _LAST_PLACES.get(model, (None, None))
     # Equal, not of equal hash: Python compares the same objects fast, but would hash thousands of them anew.
     if places is None or kept != parts:
         places = EnginePlaces.of(*parts)
-        _PLACES[model] = parts, places
+        _LAST_PLACES[model] = parts, places
     return places

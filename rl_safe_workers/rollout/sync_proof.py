@@ -27,15 +27,15 @@ class SentWeights:
     """
 
     digests: Mapping[str, int]
-    """Digest of each weight by its HF name, taken before it was packed; empty if the sync is not proved."""
+    """Digest of each weight by its HF name, taken before it was packed or sent; empty if the sync is not proved."""
     seconds: float
-    """Seconds that this took."""
+    """Seconds that the digests took."""
 
 
 class HeldCut(NamedTuple):
     """The cut of a weight that a rank of a tensor-parallel engine holds.
 
-    Example: ``HeldCut(name="lm_head.weight", digest=-7, first=64, length=64, of=128)``
+    Example: ``HeldCut(name="lm_head.weight", digest=-7, first=64, length=64, whole_length=128)``
     """
 
     name: str
@@ -43,8 +43,10 @@ class HeldCut(NamedTuple):
     digest: int
     """The cut's summand in the digest of the whole weight."""
     first: int
+    """First row or column of the cut."""
     length: int
-    of: int
+    """Number of rows or columns of the cut."""
+    whole_length: int
     """Number of rows or columns of the whole weight."""
 
 
@@ -64,9 +66,9 @@ class HeldWeights:
     unread: tuple[str, ...]
     """HF names of the weights that cannot be read back."""
     faults: tuple[str, ...]
-    """Parts of the model for which nothing is sent."""
+    """One sentence for each fault, e.g. a parameter that gets no weight."""
     seconds: float
-    """Seconds that this took."""
+    """Seconds that the digests took."""
 
     @classmethod
     def of_workers(cls, answers: Sequence[Mapping[str, Any] | None]) -> HeldWeights | None:
@@ -102,7 +104,7 @@ class HeldWeights:
         unread = [name for held in ranks for name in held.unread]
         for (name, _), cuts in copies.items():
             parts = {cut.first: cut for cut in cuts}
-            if sum(cut.length for cut in parts.values()) != cuts[0].of:
+            if sum(cut.length for cut in parts.values()) != cuts[0].whole_length:
                 unread.append(name)  # a rank could not read its part
                 continue
             # Ranks that hold copies of the same cut may differ. So the whole is computed once with each copy.
@@ -174,7 +176,7 @@ class SyncProof:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the digests took: of the slowest trainer plus of the slowest engine."""
+        """Seconds that the digests took: the slowest trainer's plus the slowest engine's."""
         return max(one.seconds for one in self.sent) + max(held.seconds for held in self.held)
 
     def __str__(self) -> str:
@@ -218,7 +220,7 @@ class ProvedSyncs:
         """
         self._every, self._number = every, 0
 
-    def do(
+    def run(
         self,
         sync: Callable[[bool], SyncProof | None],
         *,
@@ -226,7 +228,7 @@ class ProvedSyncs:
         before_redoing: Callable[[], object] = lambda: None,
         agree: Callable[[str], str] = lambda wrong: wrong,
     ) -> ProvedSync | None:
-        """Does the next sync.
+        """Runs the next sync.
 
         Args:
             sync: Syncs once. Called with True if the sync must be proved; then it returns the digests.
@@ -243,7 +245,8 @@ class ProvedSyncs:
         """
         every, number = self._every, self._number
         self._number += 1
-        proof = sync(number == 0 <= every or (every > 0 and number % every == 0))
+        is_due = number == 0 if every == 0 else every > 0 and number % every == 0
+        proof = sync(is_due)
         if proof is None:
             return None
         seconds, redone = proof.seconds, 0

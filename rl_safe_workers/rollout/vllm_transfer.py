@@ -334,7 +334,7 @@ def _vllm_config(config: VllmConfig) -> Iterator[None]:
         yield
 
 
-def made_for(
+def make_transfer_engine(
     vllm_config: VllmConfig,
     model: torch.nn.Module,
     *,

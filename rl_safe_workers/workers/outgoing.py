@@ -20,7 +20,7 @@ from rl_safe_workers.errors import WeightSyncError
 from rl_safe_workers.models.own_weights import PLAIN, OwnWeight
 from rl_safe_workers.rollout.cuts import BucketPart
 from rl_safe_workers.rollout.digest import digests_of, prepared
-from rl_safe_workers.rollout.packing import DTYPES, Adjacent, cut, dtype_name
+from rl_safe_workers.rollout.packing import DTYPES, Adjacent, dtype_name, split_block
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
 from rl_safe_workers.rollout.sent_digests import AT_ONCE_BYTES, SentDigests
 
@@ -188,9 +188,9 @@ class Outgoing:
     def digest_in_place(self, digests: SentDigests, adjacent: Adjacent) -> None:
         """Takes the digests of all weights that this rank sends out of its parameters. Not collective.
 
-        On a GPU that takes one launch. While the parameters stay where they are, later syncs need no preparation. A
-        parameter whose memory the kernel cannot read, e.g. of an odd number of bf16, takes both away. Leaves out
-        parameters whose memory is freed, or that are not as announced: `pack` refuses them.
+        On a GPU, one launch takes them. Later syncs need no preparation while the parameters stay where they are. If
+        the kernel cannot read a parameter where it is, e.g. an odd number of bf16, each sync prepares anew and copies
+        it. Leaves out parameters whose memory is freed, or that are not as announced: `pack` refuses them.
 
         Args:
             digests: Takes the digests.
@@ -228,6 +228,8 @@ class Outgoing:
     ) -> None:
         """Takes a bucket's weights. On the sending rank, copies them side by side into the buffer.
 
+        After an error it still takes the bucket's other weights: peers may wait for this rank in their collectives.
+
         Args:
             bucket: The next bucket.
             weights: This rank's weights, as `weights` yields them. The call takes those of the bucket.
@@ -241,8 +243,6 @@ class Outgoing:
         Raises:
             WeightSyncError: If a weight does not match its announcement.
             RuntimeError: If there is no memory for a copy.
-
-        After an error it still takes the bucket's other weights: peers may wait for this rank in their collectives.
         """
         counted = _Counted(weights)
         try:
@@ -282,7 +282,7 @@ class Outgoing:
                     _copy_parts(parts, bucket, first, zip(taken, counts, strict=True), buffer)
                 else:
                     block = buffer[edges[first] : edges[number]]
-                    _copy(taken, cut(block, slots, shapes, [one[0].dtype for one in taken]))
+                    _copy(taken, split_block(block, slots, shapes, [one[0].dtype for one in taken]))
                 first, taken, shapes, slots, counts = number, [], [], [], []
 
     @staticmethod

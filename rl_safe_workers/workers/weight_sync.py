@@ -30,10 +30,10 @@ from rl_safe_workers.worlds.joint_group import JointGroup, forget_joint_groups, 
 from rl_safe_workers.worlds.training_rank import Part, TrainingRank
 
 _NOT_PROVED = SentWeights(digests={}, seconds=0.0)
-_PAIR_SHARE, _FLUSH_SHARE = 0.5, 0.8
-"""Shares of a sync's remaining time: for the sends, and then for the flush. They bound the wait for a rollout rank that
-does not read, so that it ends before the other trainers time out in the world's broadcasts. The rest of the time is for
-the agreement on the outcome."""
+_SEND_SHARE, _SEND_SHARE_OF_PAIR, _FLUSH_SHARE = 0.8, 0.5, 0.8
+"""Shares of a sync's remaining time. The sends get the first one, or the second one if colocated. The flush gets the
+third one of what is left then. The waits end before the other trainers time out in the world's broadcasts. The rest is
+for the agreement."""
 
 
 @runtime_checkable
@@ -148,6 +148,9 @@ class WeightSync(Part):
         Call it once the model is built, and again after a rebuild. If the host has ``own_hf_weights``, like
         `MegatronPolicy`, each weight is sent by a rank that holds it. Else ``export_hf_weights`` brings all weights to
         training rank 0, which sends them.
+
+        Raises:
+            WeightSyncError: If two ranks would send the same weight.
         """
         host = self.rank.host
         own = host.own_hf_weights() if isinstance(host, OwnWeightsHost) else None
@@ -173,7 +176,8 @@ class WeightSync(Part):
                 until they are digested.
 
         Returns:
-            Bytes sent.
+            Bytes of all buckets, from all trainers, with padding. A bucket for a tensor-parallel engine counts with all
+            of its parts.
 
         Raises:
             LifecycleError: If `weight_specs` has not been called.
@@ -233,7 +237,7 @@ class WeightSync(Part):
             # Ranks that wait for this one in the joint group then fail at once.
             self.leave(failed=True)
         elif group is not None:
-            group.limit((_PAIR_SHARE if self._colocated else _FLUSH_SHARE) * self.rank.remaining())
+            group.limit((_SEND_SHARE_OF_PAIR if self._colocated else _SEND_SHARE) * self.rank.remaining())
         failed_now: Failure | None = None
         try:
             # Without memory this rank packs nothing. If others need its weights, `_agree` has raised before.

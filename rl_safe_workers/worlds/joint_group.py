@@ -35,19 +35,20 @@ from rl_safe_workers.worlds.store import connect_store
 
 logger = logging.getLogger(__name__)
 
-_ASK_S, _ABORT_S = 1e-4, 10.0
+_POLL_S, _ABORT_S = 1e-4, 10.0
 _PREFIX, _WORLD = "joint", "joint group"
 CONNECT_SHARE = 0.8
 """Share of the time to join in which a rank connects. The rest is for the outcomes."""
-_SHARE = 0.8
+_SYNC_SHARE = 0.8
+"""Share of ``sync_timeout`` that a wait may take. It ends before a collective behind it times out."""
 LATE = "did not connect in time"
 """Outcome of a rank that only waited for others."""
 _AHEAD = 2
-"""Most unfinished broadcasts on a GPU for each part. A CUDA stream takes some 1,000 launches. With more, the launch
-itself would wait, without a deadline."""
+"""The largest number of unfinished broadcasts of each part on a GPU. A CUDA stream takes some 1,000 launches. With
+more, the launch itself would wait, without a deadline."""
 _CTAS = 64
-"""Most multiprocessors that all communicators of a rank use together, about half of an H100. They run at the same time.
-If they did not fit onto the GPU together, each could wait for another one's peer."""
+"""The largest number of multiprocessors that all communicators of a rank use together, about half of an H100. They run
+at the same time. If they did not fit onto the GPU together, each could wait for another one's peer."""
 
 
 def compare_outcomes(operation: Operation, failure: Failure | None, deadline: Deadline) -> None:
@@ -263,11 +264,11 @@ class JointGroup:
             failure = _failure(error)
         if failure is None:
             return partial(self._finish, self._started)
-        raise self._failed(failure)
+        raise self._abort_with(failure)
 
     def _await_earlier(self) -> Failure | None:
         """Waits on a GPU until few broadcasts are under way; returns a failure if they do not end in time."""
-        deadline, began_s = self._deadline.at_most(_SHARE * self._sync_timeout), time.monotonic()
+        deadline, began_s = self._deadline.at_most(_SYNC_SHARE * self._sync_timeout), time.monotonic()
         try:
             while len(self._under_way) > _AHEAD * len(self._groups):
                 if self._under_way[0].is_completed():
@@ -275,7 +276,7 @@ class JointGroup:
                 elif deadline.expired:
                     return _timed_out(time.monotonic() - began_s)
                 else:
-                    time.sleep(_ASK_S)
+                    time.sleep(_POLL_S)
         except RuntimeError as error:
             return _failure(error)
         return None
@@ -295,13 +296,13 @@ class JointGroup:
                 failure = _failure(error)
         # Raise outside the except block: the exception's traceback would keep the connections open.
         if failure is not None:
-            raise self._failed(failure)
+            raise self._abort_with(failure)
 
     def _check_open(self) -> None:
         if not self._groups:
             raise WeightSyncError(f"joint rank {self.joint_rank}: the joint group is closed")
 
-    def _failed(self, failure: Failure) -> WeightSyncError:
+    def _abort_with(self, failure: Failure) -> WeightSyncError:
         # Ranks that wait for this one then fail at once, and not at the timeout.
         self.abort()
         text = f"joint rank {self.joint_rank}: broadcast over the joint group failed: {failure.text}"
@@ -319,7 +320,7 @@ class JointGroup:
                 then closed.
         """
         self._check_open()
-        if self._device.type == "cuda" and (failure := self._wait(timeout or _SHARE * self._sync_timeout)):
+        if self._device.type == "cuda" and (failure := self._wait(timeout or _SYNC_SHARE * self._sync_timeout)):
             text = f"joint rank {self.joint_rank}: broadcasts over the joint group {failure.text}"
             raise WeightSyncError(text, foreign=failure.foreign)
 
@@ -403,5 +404,5 @@ def wait_for_stream(device: torch.device, timeout: timedelta) -> bool:
     while not done.query():
         if deadline.expired:
             return False
-        time.sleep(_ASK_S)
+        time.sleep(_POLL_S)
     return True

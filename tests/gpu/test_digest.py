@@ -94,4 +94,4 @@ def test_a_model_is_read_back_whether_or_not_its_layout_is_kept(monkeypatch: pyt
                     parameter.add_(1)
             expected = digest.digests_of([parameter.detach().bfloat16() for parameter in model.parameters()]).tolist()
             assert dict(ReadBack(model, specs).finish().digests) == dict(zip(names, expected, strict=True))
-        assert (model in read_back._KEPT) is (dtype == torch.bfloat16)
+        assert (model in read_back._LAST_LAYOUT) is (dtype == torch.bfloat16)

@@ -74,18 +74,18 @@ def test_a_weight_without_a_rule_is_told_and_its_layer_is_not_judged() -> None:
 @pytest.mark.parametrize("shape", [(0,), (4,), (4, 3), (3, 4, 3)])
 def test_a_parameter_in_the_layout_of_a_kernel_is_not_read(shape: tuple[int, ...]) -> None:
     place = Place(spec=spec("a.weight", 8, 4), parameter="a.weight")
-    assert place.of(torch.zeros(shape)) is None
+    assert place.view_in(torch.zeros(shape)) is None
 
 
 def test_an_expert_that_the_model_lacks_is_not_read() -> None:
     place = Place(spec=spec("a", 2, 2), parameter="a", expert=3)
-    assert place.of(torch.zeros(3, 2, 2)) is None
-    assert place.of(torch.zeros(4, 2, 2)) is not None
+    assert place.view_in(torch.zeros(3, 2, 2)) is None
+    assert place.view_in(torch.zeros(4, 2, 2)) is not None
 
 
 def test_a_parameter_in_a_wider_dtype_is_read_in_the_dtype_that_was_sent() -> None:
     place = Place(spec=spec("a", 2, dtype="bfloat16"), parameter="a")
-    (wide, same, narrow) = (place.of(torch.ones(2, dtype=t)) for t in (torch.float32, torch.float16, torch.uint8))
+    (wide, same, narrow) = (place.view_in(torch.ones(2, dtype=t)) for t in (torch.float32, torch.float16, torch.uint8))
     assert wide is not None
     assert wide.dtype == torch.bfloat16
     assert same is not None

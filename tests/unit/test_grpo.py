@@ -101,7 +101,7 @@ class FakeEngines:
         return [self.session._sample(number) for number in range(len(conversations) * SAMPLES_OF_A_PROMPT)]
 
     def sync(self) -> ProvedSync | None:
-        return self.syncs.do(self.session.send)
+        return self.syncs.run(self.session.send)
 
     def metrics(self) -> Metrics:
         return {names.ENGINES_LOST: 1.0}

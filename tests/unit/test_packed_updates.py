@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from rl_safe_workers.errors import WeightSyncError
-from rl_safe_workers.rollout.packed_updates import Named, PackedUpdates, bucket_tensor, plan_tensor
+from rl_safe_workers.rollout.packed_updates import PackedUpdates, bucket_tensor, plan_tensor
+from rl_safe_workers.rollout.packing import NamedTensor
 from rl_safe_workers.rollout.protocol import ALIGNMENT_BYTES
 from tests.unit.loading_models import BUCKETS, CPU, SPECS, Model, Part, Scales, sent
 from tests.unpacking import unpack
@@ -38,11 +39,11 @@ class _Loads:
         self.model.load_weights(weights)  # type: ignore[arg-type]
 
 
-def _tensors(seed: int) -> list[Named]:
+def _tensors(seed: int) -> list[NamedTensor]:
     return [plan_tensor(BUCKETS, device=CPU), *map(bucket_tensor, count(), sent(seed))]
 
 
-def _update(updates: PackedUpdates, loads: _Loads, tensors: Sequence[Named]) -> None:
+def _update(updates: PackedUpdates, loads: _Loads, tensors: Sequence[NamedTensor]) -> None:
     # A host may divide the tensors among several calls.
     for part in (tensors[:2], tensors[2:]):
         updates.load(part, [loads.module], loads.load)
@@ -105,7 +106,7 @@ def test_an_update_that_lacks_a_bucket_is_refused() -> None:
         (("rl_safe.bucket.1", sent(0)[1][:16]), "bucket 1 of a weight update has 16 bytes, and its plan says"),
     ],
 )
-def test_a_tensor_that_is_not_the_plans_is_refused(tensor: Named, message: str) -> None:
+def test_a_tensor_that_is_not_the_plans_is_refused(tensor: NamedTensor, message: str) -> None:
     loads, updates = _Loads(Model()), PackedUpdates(parts=1)
     updates.load(_tensors(0)[:2], [loads.module], loads.load)
     with pytest.raises(WeightSyncError, match=message):

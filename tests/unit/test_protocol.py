@@ -6,7 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from rl_safe_workers.rollout.protocol import ALIGNMENT_BYTES, FIRST_BYTES, ITEM_BYTES, Bucket, WeightSpec, plan_buckets
+from rl_safe_workers.rollout.protocol import (
+    ALIGNMENT_BYTES,
+    FIRST_BUCKET_BYTES,
+    ITEM_BYTES,
+    Bucket,
+    WeightSpec,
+    plan_buckets,
+)
 
 
 def weight(name: str, *shape: int, dtype: str = "float32") -> WeightSpec:
@@ -70,8 +77,8 @@ def test_every_weight_travels_once_and_in_order() -> None:
 
 def test_the_first_bucket_is_small() -> None:
     weights = [weight(name, 2**20) for name in map(str, range(80))]
-    sizes = [bucket.size_bytes for bucket in plan_buckets(weights, bucket_bytes=4 * FIRST_BYTES)]
-    assert sizes == [FIRST_BYTES, 4 * FIRST_BYTES]
+    sizes = [bucket.size_bytes for bucket in plan_buckets(weights, bucket_bytes=4 * FIRST_BUCKET_BYTES)]
+    assert sizes == [FIRST_BUCKET_BYTES, 4 * FIRST_BUCKET_BYTES]
 
 
 def test_a_bucket_has_one_source() -> None:

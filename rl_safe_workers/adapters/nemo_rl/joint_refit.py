@@ -33,7 +33,7 @@ Plan = Mapping[str, Any]
 """Fields of `vllm_transfer.JointInitInfo`, without those that only the driver or a vLLM worker knows."""
 
 
-class _Weights:
+class _RefitHost:
     """A worker of NeMo RL's as a weight sync needs it; see `training_rank.MegatronHost`."""
 
     optimizer = None
@@ -68,7 +68,7 @@ class JointRefit:
     """Sends a worker's weights over the joint group. After a failure, later refits fail, too."""
 
     def __init__(self, trainer: SafeTrainer, settings: NemoRlSettings) -> None:
-        """Joins nothing yet."""
+        """Stores its arguments."""
         self._trainer, self._settings = trainer, settings
         self._store: Any = None
         self._door: Door | None = None
@@ -87,7 +87,7 @@ class JointRefit:
         """
         trainer, timeouts = self._trainer, self._settings.timeouts
         trainer.comms.require("weight sync")
-        trainer.host = _Weights(worker, announced)
+        trainer.host = _RefitHost(worker, announced)
         with trainer.phase(Phase.SYNC):
             specs = trainer.weights.weight_specs()
             if trainer.training_rank > 0:

@@ -13,7 +13,12 @@ from rl_safe_workers.rollout.packing import dtype_name
 from rl_safe_workers.rollout.protocol import WeightSpec
 from rl_safe_workers.rollout.proved_worker import ProvedWorker
 from rl_safe_workers.rollout.read_back import engine_rank, obstacle
-from rl_safe_workers.rollout.vllm_transfer import JointInitInfo, JointUpdateInfo, JointWeightTransferEngine, made_for
+from rl_safe_workers.rollout.vllm_transfer import (
+    JointInitInfo,
+    JointUpdateInfo,
+    JointWeightTransferEngine,
+    make_transfer_engine,
+)
 
 
 class SafeVllmExtension(ProvedWorker, VllmInternalWorkerExtension):
@@ -49,7 +54,7 @@ class SafeVllmExtension(ProvedWorker, VllmInternalWorkerExtension):
         """
         runner = self.model_runner
         rank = engine_rank(runner.vllm_config, self.rank).rank
-        transfer = made_for(
+        transfer = make_transfer_engine(
             runner.vllm_config,
             runner.model,
             device=self.device,

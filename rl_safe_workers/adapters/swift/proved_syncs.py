@@ -158,7 +158,7 @@ class ColocatedSyncs:
             WeightSyncError: If an engine holds other weights than were sent, twice in a row; names its rank.
         """
         try:
-            proved = self._syncs.do(
+            proved = self._syncs.run(
                 functools.partial(self._once, trainer, send),
                 what=f"the weight sync of step {trainer.state.iteration + 1}",
                 agree=self._agree,

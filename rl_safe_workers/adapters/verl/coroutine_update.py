@@ -106,7 +106,7 @@ class CoroutineUpdate:
     def __init__(
         self, process: TrainerProcess, update: Callable[[], Coroutine[Any, Any, Any]], *, calls: RolloutCalls
     ) -> None:
-        """Begins nothing yet.
+        """Stores its arguments.
 
         Args:
             process: This process.

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from rl_safe_workers.models.conversion_tasks import own_weights_of_tasks
 from rl_safe_workers.models.own_weights import OwnWeight, difference_from_export
-from rl_safe_workers.rollout.packed_updates import Named, bucket_tensor, plan_tensor
-from rl_safe_workers.rollout.packing import dtype_name
+from rl_safe_workers.rollout.packed_updates import bucket_tensor, plan_tensor
+from rl_safe_workers.rollout.packing import NamedTensor, dtype_name
 from rl_safe_workers.rollout.protocol import ITEM_BYTES
 from rl_safe_workers.rollout.sent_digests import SentDigests
 from rl_safe_workers.workers.packed_export import PackedExport
@@ -31,7 +31,7 @@ class PackedSync:
     """The weights that an engine sends. The first sync is verl's own, and later ones are packed if that is possible."""
 
     def __init__(self, engine: Any, *, host_bytes: int) -> None:
-        """Plans nothing yet.
+        """Stores its arguments.
 
         Args:
             engine: verl's Megatron engine.
@@ -46,7 +46,7 @@ class PackedSync:
         """True if the next sync is packed. The same on every rank."""
         return self._export is not None
 
-    def weights(self, exported: Iterable[Named], digests: SentDigests | None) -> Iterator[Named]:
+    def weights(self, exported: Iterable[NamedTensor], digests: SentDigests | None) -> Iterator[NamedTensor]:
         """Yields the tensors of a sync. Collective over: the training world, at each item.
 
         Args:
@@ -67,7 +67,7 @@ class PackedSync:
             self._is_planned = True
             self._plan(form)
 
-    def _packed(self, export: PackedExport, digests: SentDigests | None) -> Iterator[Named]:
+    def _packed(self, export: PackedExport, digests: SentDigests | None) -> Iterator[NamedTensor]:
         device = next(self._engine.module[0].parameters()).device
         yield plan_tensor(export.buckets, device=device)
         buffers = export.tensors(device, digests=digests)

@@ -22,7 +22,7 @@ class ProvedTransfer(PassThrough):
     """
 
     def __init__(self, manager: Any, waits: DriverWaits, *, every: int, is_packed: bool = False) -> None:
-        """Proves nothing yet.
+        """Stores its arguments.
 
         Args:
             manager: verl's manager, whose waits have deadlines.
