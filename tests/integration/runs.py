@@ -122,7 +122,7 @@ class Running:
         """Returns True if the first line of metrics is written."""
         return any(file.read_text() for file in self.folder.glob("outputs/*/metrics.jsonl"))
 
-    def wait_until(self, condition: Callable[[], bool], *, timeout_s: float = 120.0) -> Self:
+    def wait_until(self, condition: Callable[[], bool], *, timeout_s: float = 240.0) -> Self:
         """Waits for a condition while the command runs; fails if it ends before, or takes too long."""
         deadline = time.monotonic() + timeout_s
         while not condition():

@@ -154,6 +154,7 @@ def test_without_two_gpus_it_says_so(bench: ModuleType, monkeypatch: pytest.Monk
         bench.measure(print)
 
 
+@pytest.mark.every_case
 def test_ranks_end_in_every_way_that_is_compared(model: Path, tmp_path: Path) -> None:
     times = dict.fromkeys(exits.TIMES, 1)
     overrides = [f"model.path={model}"]

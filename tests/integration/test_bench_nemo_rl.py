@@ -89,6 +89,7 @@ def _by_name(rows: list[Row]) -> dict[str, Row]:
     return {row.name: row for row in rows}
 
 
+@pytest.mark.every_case
 def test_jobs_of_two_benchmarks_have_different_ports() -> None:
     code = "from benchmarks.nemo_rl_jobs import own_place\nwith own_place() as place:\n    print(place)"
     for _ in range(2):
@@ -119,6 +120,7 @@ def test_a_placement_is_run_and_resumed(source: Path) -> None:
     assert len(list((source / "out").glob("*.tar.gz"))) == 2
 
 
+@pytest.mark.every_case
 def test_steps_are_compared_in_turns(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nemo_rl, "_make_model", lambda *_: None)
     rows = _by_name(nemo_rl.PARTS["steps-apart"](source, source / "out", _quiet))
@@ -157,13 +159,14 @@ def test_a_fault_is_timed_from_outside(source: Path, monkeypatch: pytest.MonkeyP
     assert f"{name}, stock: ended after, 120: cut" in rows
 
 
+@pytest.mark.every_case
 def test_a_fault_that_does_not_happen_is_missed(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(nemo_rl.FAULTS, "step", f"{TRAIN}:300:0:kill")
     rows = nemo_rl.run_faults(["step"], source, source / "out", _quiet)
     assert [row.met for row in rows] == [False, False]
 
 
-@pytest.mark.parametrize("side", [OURS, STOCK])
+@pytest.mark.parametrize("side", [OURS, pytest.param(STOCK, marks=pytest.mark.every_case)])
 def test_a_process_that_stays_is_named_and_ended(source: Path, monkeypatch: pytest.MonkeyPatch, side: str) -> None:
     monkeypatch.setenv("LEAVE_ONE", "1")
     (run,) = run_jobs([Job(name="x", side=side, recipe="tiny", folder=source)], limit_s=60)
@@ -213,7 +216,10 @@ ray.shutdown()
 
 @pytest.mark.parametrize(
     ("side", "worker", "inner"),
-    [(STOCK, "MegatronPolicyWorker", []), (OURS, "SafeMegatronPolicyWorker", [nemo_rl_meter.inside(TRAIN)])],
+    [
+        pytest.param(STOCK, "MegatronPolicyWorker", [], marks=pytest.mark.every_case),
+        (OURS, "SafeMegatronPolicyWorker", [nemo_rl_meter.inside(TRAIN)]),
+    ],
 )
 def test_calls_of_an_actor_are_recorded_in_its_process(
     tmp_path: Path, side: str, worker: str, inner: list[str]

@@ -6,6 +6,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.integration.runs import RECIPES, SMALL, Outcome, finish
 
 CORRUPTED = "model.layers.1.mlp.experts.3.down_proj.weight"
@@ -20,6 +22,7 @@ def _run(moe_model: Path, folder: Path, *, corrupted_syncs: int, prove: int = 1)
     return finish(command, folder)
 
 
+@pytest.mark.every_case
 def test_a_sync_that_is_corrupted_once_is_redone_and_the_run_goes_on(moe_model: Path, tmp_path: Path) -> None:
     outcome = _run(moe_model, tmp_path, corrupted_syncs=1)
     assert outcome.code == 0, outcome.err

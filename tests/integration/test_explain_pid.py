@@ -112,13 +112,18 @@ def ranks_of(culprits: list[str]) -> list[str]:
     [
         ("stopped", 2, "is stopped (SIGSTOP)"),
         ("sleeps", 0, f"is at {SLEEPS_AT}; ranks 1-3 wait for it in all_reduce of the world"),
-        ("works", 1, f"is working at {WHERE}"),
+        pytest.param("works", 1, f"is working at {WHERE}", marks=pytest.mark.every_case),
         ("other", 3, f"is in barrier of the world at {WHERE}"),
-        ("pipe", 1, "waits at a pipe whose other end process"),
-        ("lock", 1, "/lock, which process"),
+        pytest.param("pipe", 1, "waits at a pipe whose other end process", marks=pytest.mark.every_case),
+        pytest.param("lock", 1, "/lock, which process", marks=pytest.mark.every_case),
         ("disk", 1, "is in uninterruptible sleep"),
-        ("sleeps-outside-pair", 1, f"is at {SLEEPS_AT}; ranks 0, 2-3 wait for it in all_reduce of a group, barrier"),
-        ("receive-chain", 3, "ranks 0-2 wait for it in recv from rank 1"),
+        pytest.param(
+            "sleeps-outside-pair",
+            1,
+            f"is at {SLEEPS_AT}; ranks 0, 2-3 wait for it in all_reduce of a group, barrier",
+            marks=pytest.mark.every_case,
+        ),
+        pytest.param("receive-chain", 3, "ranks 0-2 wait for it in recv from rank 1", marks=pytest.mark.every_case),
         ("sleeps-before-async", 1, f"is at {SLEEPS_AT}"),
     ],
 )

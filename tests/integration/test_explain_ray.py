@@ -127,6 +127,7 @@ def test_the_actor_that_the_others_wait_for_is_named(folder: Path, other_method:
     assert others == {"Reward": "is in no call", "Judge": "waits in a coroutine, which is on no thread"}
 
 
+@pytest.mark.every_case
 def test_an_actor_that_nobody_has_called_is_named(folder: Path) -> None:
     found = explained(folder, called=2)
     assert found["cause"] == "actor not called"

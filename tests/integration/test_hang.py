@@ -50,6 +50,7 @@ def test_a_trainer_that_sleeps_for_ever_is_found_where_it_sleeps(
     assert [actor["state"] for actor in found["ray"]] == ["ALIVE"] * 3
 
 
+@pytest.mark.every_case
 def test_a_trainer_that_is_stopped_between_two_phases_is_named_and_the_run_ends_in_seconds(
     moe_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

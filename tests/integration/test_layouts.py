@@ -21,7 +21,9 @@ def assert_sound(outcome: Outcome) -> None:
     assert outcome.left == []
 
 
-@pytest.mark.parametrize("recipe", ["quickstart_tp2.yaml", "quickstart_pp2.yaml"])
+@pytest.mark.parametrize(
+    "recipe", [pytest.param("quickstart_tp2.yaml", marks=pytest.mark.every_case), "quickstart_pp2.yaml"]
+)
 def test_a_layout_trains_within_the_bound_with_an_engine_of_two_ranks(
     moe_model: Path, tmp_path: Path, recipe: str
 ) -> None:

@@ -49,6 +49,7 @@ def test_the_readmes_script_connects_trains_and_ends(tmp_path: Path) -> None:
     assert "the bootstrap has missed" not in done.stderr
 
 
+@pytest.mark.every_case
 def test_a_rank_that_fails_is_named_by_the_others_and_keeps_its_own_error(tmp_path: Path) -> None:
     failing = "    assert dist.get_rank() != 1, 'no more disk'\n    for step in range(0):"
     done = _run(tmp_path, _script().replace("    for step in range(3):", failing), ranks=4)
@@ -89,6 +90,7 @@ def test_the_readmes_script_uses_the_gpu_of_its_rank_if_there_are_gpus(
     assert [call.args[0] for call in calls.all_reduce.call_args_list] == [device] * 3
 
 
+@pytest.mark.every_case
 def test_a_phase_before_the_bootstrap_is_refused_and_a_collective_that_it_missed_is_told(tmp_path: Path) -> None:
     late = """
     try:

@@ -187,7 +187,8 @@ def test_a_rank_that_hangs_is_found_where_it_is_on_whichever_node(
     assert three_nodes.left_of_runs() == []
 
 
-@pytest.mark.parametrize("kind", [Kind.STOP, pytest.param(Kind.KILL, marks=pytest.mark.every_case)])
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", [Kind.STOP, Kind.KILL])
 def test_an_engine_that_is_lost_on_another_node_is_replaced_there(
     kind: Kind, three_nodes: LocalCluster, mended: Callable[[], None], moe_model: Path, tmp_path: Path
 ) -> None:

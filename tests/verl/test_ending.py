@@ -71,7 +71,10 @@ def test_a_job_that_would_save_into_another_runs_folder_is_refused(tmp_path: Pat
 
 @pytest.mark.parametrize(
     "signum",
-    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.every_case), signal.SIGKILL],
+    [
+        *(pytest.param(number, marks=pytest.mark.every_case) for number in (signal.SIGTERM, signal.SIGINT)),
+        signal.SIGKILL,
+    ],
     ids=lambda signum: signum.name,
 )
 def test_a_job_that_is_stopped_or_killed_leaves_nothing(signum: signal.Signals, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.verl.vllm_on_cpu import OF_BRIDGE, OF_VLLM, PYTHON, path_to_both
-from tests.verl.whole_job import run_job
+from tests.verl.whole_job import LIMIT_S, run_job
 
 EXTENSION = "tests.verl.faulty_engine.FaultyWorkerExtension"
 ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
@@ -30,7 +30,7 @@ def _told(names: Sequence[str]) -> str:
 
 
 @pytest.mark.every_case
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.skipif(not (OF_VLLM / "vllm").is_dir(), reason="vLLM's environment is not there: scripts/setup test")
 # The last value is the weight that is changed on its way to the engine in step 5. If packed, it is the first one sent.
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from rl_safe_workers.reaping.processes import TEMP_PREFIX
 from tests.verl.host import show
-from tests.verl.whole_job import ROOT, run_job
+from tests.verl.whole_job import LIMIT_S, ROOT, run_job
 
 TIMEOUT_S, ALLOWED_S = 10.0, 10.0
 """The deadline, and how much later the job may have ended: verl polls every two seconds, and Ray has to end, too."""
@@ -47,7 +47,7 @@ def _job(folder: Path, *overrides: str, fault: str = "") -> tuple[int, str, floa
 
 
 @pytest.mark.every_case  # test_submitted_job.py runs the same job on a Ray that is there
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(LIMIT_S + 60)
 def test_a_job_trains_and_gives_its_communicators_away_between_updates(tmp_path) -> None:
     status, output, _ = _job(tmp_path, "actor_rollout_ref.rl_safe.release_comms=true")
     assert status == 0, output[-3000:]
@@ -111,7 +111,7 @@ SAMPLE = ("agent_loop_killed",)
 CASES = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.every_case) for name in FAULTS]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_ends_the_job_and_its_first_line_says_where_it_began(name, tmp_path) -> None:
     fault, phase, told = FAULTS[name]

@@ -12,6 +12,8 @@ from rl_safe_workers.adapters.verl.environment import PLUGIN
 from tests.verl.host import show
 
 ROOT = Path(__file__).parents[2]
+LIMIT_S = 720.0
+"""How long a job may take on a busy machine. It takes some 60 s on an idle one."""
 
 
 def run_job(
@@ -47,7 +49,7 @@ def run_job(
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, env=clean | settings, stdout=log, stderr=log, start_new_session=True)
         try:
-            status = process.wait(timeout=540)
+            status = process.wait(timeout=LIMIT_S)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
