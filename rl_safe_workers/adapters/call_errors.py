@@ -75,9 +75,8 @@ def keep_origins() -> None:
 def call_error_of(error: BaseException) -> CallError | None:
     """Returns the failed actor call that caused an error; None if no call caused it.
 
-    Searches the error and the chain of its causes.
-
-    Skips an actor that only passes on an error from its own call to another actor.
+    Searches the error and the chain of its causes. Skips an actor that only passes on an error from its own call to
+    another actor.
 
     Args:
         error: Raised in this process after `keep_origins`.

@@ -40,9 +40,10 @@ _SERVED = frozenset({Phase.JOINT, Phase.ROLLOUT, Phase.SYNC})
 """Phases in which engines take part, so that a dead engine is to blame."""
 _LOOK_S = 2.0
 """Seconds between two looks for dead engines. Ray fails the calls to a dead engine at once. But the driver may wait for
-trainers, and they for the engine."""
+trainers that wait for the engine."""
 HEARD = "rl_safe_heard"
-"""Method of a helper, an actor that calls other ranks. It returns a list of `call_errors.CallError` from such calls."""
+"""Method of a helper. A helper is an actor that calls other ranks. The method returns a list of `call_errors.CallError`
+from such calls."""
 _HEARD_S = 1.0
 """Seconds within which a helper answers `HEARD`. A helper that is running a user's tool answers later."""
 
@@ -72,7 +73,7 @@ class Standstill:
     """Measures for how long a value has not changed."""
 
     def __init__(self) -> None:
-        """Has seen nothing yet."""
+        """Starts without a value."""
         self._seen: object = self  # equal to nothing else
         self._since_s = 0.0
 
@@ -92,7 +93,7 @@ class Looks:
     """Looks for dead engines from time to time, on a thread, because Ray may take any time to answer."""
 
     def __init__(self, look: Callable[[], None]) -> None:
-        """Has not looked yet; ``look`` raises a `RunError` that names what it has found."""
+        """Stores ``look``, which raises a `RunError` that names a dead engine. Begins no look yet."""
         self._look = look
         self._begun: Background[None] | None = None
         self._next = Deadline.after(_LOOK_S)
@@ -124,7 +125,7 @@ class DriverWaits:
     """
 
     def __init__(self, timeouts: PhaseTimeouts, parties: Callable[[], Sequence[Party]]) -> None:
-        """Guards nothing yet. Makes errors of remote calls keep their actor; see `call_errors.keep_origins`.
+        """Begins no wait yet. Makes errors of remote calls keep their actor; see `call_errors.keep_origins`.
 
         Args:
             timeouts: The deadlines, by phase.
@@ -189,8 +190,8 @@ class DriverWaits:
             what: The work, for errors.
             work: Runs the work, which may wait for another process.
             progress: Returns a value that changes as the work advances. Each change restarts the timeout.
-            workers_first: Whether to wait a little longer than the training ranks do. Set it if they take part in the
-                work, because their error says more.
+            workers_first: True if training ranks take part in the work. The driver then waits a little longer than they
+                do, because their error says more.
             limit_s: Seconds instead of the phase's timeout, for a call that goes through several phases.
             calls: Ray references that the work waits for, if it waits for nothing else. The error then names the
                 actors whose calls have not ended, and no process is asked.
@@ -214,7 +215,7 @@ class DriverWaits:
                 raise raised from error
 
     def of_driver(self, phase: str, what: str, work: Callable[[], T]) -> T:
-        """Runs the driver's own work under a deadline; returns its value. No other process can be to blame for it.
+        """Runs the driver's own work under a deadline; returns its value. No other process can be to blame for a delay.
 
         Args:
             phase: The phase whose timeout bounds it.
@@ -309,7 +310,7 @@ class DriverWaits:
         )
 
     def looks(self, phase: str, what: str) -> Looks:
-        """Returns looks for dead engines; the arguments are those of `check_alive`."""
+        """Returns a `Looks` that checks for dead engines. The arguments are those of `check_alive`."""
         return Looks(lambda: self.check_alive(phase, what, roles={Role.ROLLOUT}))
 
     def check_alive(self, phase: str, what: str, *, roles: Collection[Role] = frozenset(Role)) -> None:

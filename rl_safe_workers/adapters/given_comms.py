@@ -53,12 +53,12 @@ class GivenComms(Part):
 
     Attributes:
         are_away: Whether the memory is given away.
-        freed_bytes: Device memory that was given away last.
+        freed_bytes: Bytes of device memory that were given away last.
         seconds: Seconds spent on giving and taking back since the metrics were last read.
     """
 
     def __init__(self, rank: SafeTrainer, *, taken_back_by: str, remedy: str) -> None:
-        """Holds the communicators.
+        """Starts while the communicators hold their memory.
 
         Args:
             rank: This training rank.
@@ -71,7 +71,7 @@ class GivenComms(Part):
         self.are_away, self.freed_bytes, self.seconds = False, 0, 0.0
 
     def check(self) -> None:
-        """Turns the giving off, with a warning, if these groups cannot give their memory away. Not collective."""
+        """Turns `give` off, with a warning, if these groups cannot give their memory away. Not collective."""
         offloader = self._offloader
         if offloader.releases_comms and not offloader.suspends_comms and not releasable_groups():
             offloader.releases_comms = False
@@ -102,9 +102,9 @@ class GivenComms(Part):
         self.seconds += time.monotonic() - started_s
 
     def take_back(self) -> None:
-        """Takes the memory back, in the current phase, else in ``bootstrap``. Collective over: the training world.
+        """Takes the memory back: in the current phase, or in phase ``bootstrap`` if there is none.
 
-        Idempotent.
+        Collective over: the training world. Idempotent.
 
         Raises:
             CommunicatorError: As `give`.
@@ -120,6 +120,6 @@ class GivenComms(Part):
         self.seconds += time.monotonic() - started_s
 
     def before(self, phase: Phase) -> None:
-        """Takes the memory back before a phase that uses the model state, which has collectives."""
+        """Takes the memory back before a phase that uses the model state, because such a phase has collectives."""
         if phase in USES_STATE:
             self.take_back()

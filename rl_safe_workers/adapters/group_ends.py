@@ -34,10 +34,10 @@ class GroupEnd(NamedTuple):
 
 
 def end_of(calls: Sequence[Any], patience_s: float) -> GroupEnd:
-    """Waits until every rank has ended its groups. Stops early for ranks that another rank has already timed out on.
+    """Waits until every rank has ended its groups. Stops early if a rank has already given up on a late rank.
 
     Args:
-        calls: For each rank, in order, the Ray reference to the result of `TrainingRank`'s teardown: failures by rank.
+        calls: For each rank, in order, the Ray reference to the result of `SafeTrainer.teardown`: failures by rank.
         patience_s: Longest wait, in seconds.
     """
     ranks = {call: rank for rank, call in enumerate(calls)}
@@ -54,7 +54,7 @@ def end_of(calls: Sequence[Any], patience_s: float) -> GroupEnd:
         if unheard:
             deadline = deadline.at_most(_LATER_THAN_OTHERS)
     late = frozenset(ranks[call] for call in waiting)
-    # The others are aborting their groups, which takes a while.
+    # The other late ranks only need a while to abort their groups.
     late = (late & unheard) or late
     if late:
         wrong.append(f"rank {format_ranks(late)} did not end within {deadline.waited_s:.0f} s")

@@ -14,7 +14,7 @@ from rl_safe_workers.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostName:
-    """One function, method or class of the host's.
+    """One function, method or class of the host.
 
     Example: ``HostName(file="nemo_rl/a.py", name="Worker.shutdown", parameters=("self",), why="overridden")``
     """
@@ -28,7 +28,7 @@ class HostName:
     why: str
     """How it is used."""
     optional: bool = False
-    """True if older commits lack the name. In those commits nobody calls it either."""
+    """True if older commits lack the name. Those commits do not call it, either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

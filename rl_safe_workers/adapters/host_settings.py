@@ -1,4 +1,4 @@
-"""The settings that all host frameworks share. They use the built-in trainer's models and ranges. Imports no torch."""
+"""Settings that all host frameworks share. They reuse the built-in trainer's models and ranges. Imports no torch."""
 
 from __future__ import annotations
 
@@ -96,5 +96,5 @@ class ProvableSettings(HostSettings):
     """The settings of a host whose weight syncs can be proved."""
 
     prove_sync_freq: Annotated[int, Field(ge=-1, le=10**9)] = -1
-    """Read weights back after the first weight sync and then after every this many, and compare them with the weights
-    that were sent. 1: after every sync; 0: after the first only; -1: never."""
+    """Interval of proved weight syncs, the first one included. A proof reads weights back and compares them with the
+    weights that were sent. 1: every sync; 0: the first only; -1: none."""

@@ -1,4 +1,4 @@
-"""A trainer process of a host framework. The host makes the default group and the calls. All adapters share this."""
+"""Guards a host's trainer process. The host makes the default group and calls our methods. All adapters share this."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def limited_world(
 ) -> AbstractContextManager[None]:
     """Limits the NCCL channels of a default group that the host makes in the body.
 
-    Without pipeline stages, hosts send scalars and small objects over it. One channel is enough for them. The group
-    then takes 22 MiB of device memory instead of 484, see ``docs/communicators.md``.
+    Without pipeline stages, hosts send only scalars and small objects over the group. One channel is enough for them.
+    The group then takes 22 MiB of device memory instead of 484 MiB; see ``docs/communicators.md``.
 
     Args:
         settings: ``budget=false`` turns the limit off.
@@ -83,7 +83,7 @@ class HostedTrainer:
     _writer: ShardWriter | None = None
     """Writes the shards in place of the host; None if the host's saves do not go through it."""
     digests: SentDigests | None = None
-    """Takes digests of the weights in the next sync, or has taken them; None unless that sync is to be proved."""
+    """Collects the digests of the weights in a sync that is to be proved; None if no sync is to be proved."""
     _has_ended = False
     """True once this rank has ended its part of the job, in order or after a failure."""
 
@@ -199,7 +199,10 @@ class HostedTrainer:
 
     @contextmanager
     def outermost(self, phase: Phase) -> Iterator[None]:
-        """Enters a phase as `SafeTrainer.phase`, unless this rank is already in a phase. Then it does nothing."""
+        """Enters a phase as `SafeTrainer.phase`. Does nothing if this rank is already in a phase.
+
+        Collective over: the training world.
+        """
         with nullcontext() if self.trainer.lifecycle.current is not None else self.trainer.phase(phase):
             yield
 
@@ -231,7 +234,7 @@ class HostedTrainer:
         try:
             yield
         except RlSafeError:
-            raise  # every rank's
+            raise  # on every rank
         except Exception as error:
             self.fail(phase, error)
 
@@ -330,7 +333,7 @@ class HostedTrainer:
                 timeout_s=_TOLD.total_seconds(),
             )
         failed: dict[int, str] = {}
-        # It stays on this thread, because that has the rank's device. Each of its waits has a deadline.
+        # The teardown stays on this thread, because this thread has the rank's device. Each wait has a deadline.
         try:
             failed = self.end(text)
         except Exception as lost:  # the caller raises the job's own error
@@ -339,7 +342,7 @@ class HostedTrainer:
             self._say_where_it_began([rank for rank, reason in failed.items() if reason == NO_OUTCOME])
 
     def _say_where_it_began(self, silent: Collection[int]) -> None:
-        """Logs with which ranks the failure began, from the ranks' reports and those that did not report in time."""
+        """Logs the ranks with which the failure began. Judges by the ranks' reports, and by the silent ranks."""
         reports: dict[RankId, RunError] = {}
         attempt(
             "reading the failures",
@@ -354,7 +357,7 @@ class HostedTrainer:
             )
 
     def say(self, culprits: Collection[RankId], why: str) -> None:
-        """Logs with which ranks the job's failure began, if this rank has neighbours."""
+        """Logs the ranks with which the job's failure began, if this rank has neighbours."""
         if self.neighbours is not None:
             self.neighbours.say(culprits, why)
 

@@ -19,15 +19,15 @@ CALL_FRAME = CallFrame(
     # verl's sync is a coroutine. Ray runs coroutines outside of `actor_method_executor`.
     CallFrame("adapters/verl/coroutine_update.py", "run", SYNC_CALL),
 )
-"""The frame in which the calls of a rank's actor run. Ray reports nothing about a constructor: it counts as no call."""
+"""The frame in which the calls of a rank's actor run. Constructors count as no call: Ray reports nothing about them."""
 HELPER_FRAME = CallFrame(
     "verl/experimental/agent_loop/agent_loop.py",
     "_run_agent_loop",
     CallFrame("concurrent/futures/thread.py", "run", CALL_FRAME),
 )
-"""The frame in which a helper works, an actor that neither trains nor generates. verl's agent loops are tasks of their
-own. Its reward functions run on a pool of threads (reward_manager/naive.py:75). A coroutine that awaits something is in
-neither."""
+"""The frame in which a helper works. A helper is an actor that neither trains nor generates. verl's agent loops are
+tasks of their own. Its reward functions run on a thread pool (reward_manager/naive.py:75). A coroutine that awaits
+something is in neither frame."""
 
 Place = tuple[RankId, int]
 """A rank and the id of its process."""

@@ -3,9 +3,9 @@
 On each node, the ranks write facts to a folder. The driver asks for these facts after a failure. The folder is removed
 with the job.
 
-The processes of a job carry its mark. Ray ends its actors with the job, but not the processes that these have started,
-e.g. the 32 workers that compile for a trainer. The driver ends such processes on its own machine, and an actor does so
-on every other node. If the driver is killed, guardians do it.
+The processes of a job carry its mark. Ray ends its actors with the job, but not the processes that the actors have
+started, e.g. the 32 workers that compile for a trainer. The driver ends such processes on its own machine. An actor
+ends them on each other node. If the driver is killed, guardians end them.
 """
 
 from __future__ import annotations

@@ -145,9 +145,9 @@ def _reports(
 ) -> dict[RankId, RunError]:
     """Returns the failures that Ray and the driver know of, by rank.
 
-    Included are actors that have died, actors whose constructor has raised, and actors with a role in `ANSWERING` that
-    have raised in a rollout. A trainer is included if its call has timed out waiting for others, which can happen
-    outside of phases.
+    The result has actors that have died, actors whose constructor has raised, and actors with a role in `ANSWERING`
+    that have raised in a rollout. It has a trainer if the trainer's call has timed out waiting for others. This can
+    happen outside of phases.
     """
     found: dict[RankId, RunError] = {
         one.rank_id: _report(one.rank_id, phase, Died(), "the process died") for one in actors if one.is_dead

@@ -1,4 +1,4 @@
-"""Replaces an attribute for a while, or an object by one that stands for it."""
+"""Replaces an attribute temporarily, or an object by a stand-in."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PassThrough:
         return self._passed(name, getattr(self._stock, name))
 
     def _passed(self, name: str, value: Any) -> Any:
-        """Returns what stands for an attribute of the other object."""
+        """Returns the stand-in for an attribute of the other object."""
         return value
 
 

@@ -18,7 +18,7 @@ from rl_safe_workers.worlds.training_rank import Part
 logger = logging.getLogger(__name__)
 
 _folder: Path | None = None
-"""The folder in which this process leaves its answers; None if nobody can ask it."""
+"""The folder in which this process leaves its answers; None if this process cannot be asked."""
 
 
 def listen() -> None:
@@ -67,7 +67,7 @@ class RankNotes(Part):
         self.note(None)
 
     def note(self, phase: Phase | None) -> None:
-        """Notes a phase, or with None that this rank is outside of phases."""
+        """Notes a phase; None notes that this rank is outside of phases."""
         if _folder is not None:
             note_phase(_folder, trainer_id(self.rank.training_rank), phase)
 

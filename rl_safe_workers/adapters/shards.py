@@ -92,7 +92,9 @@ class PendingShards(Part):
             self._finalise()
 
     def finish(self) -> None:
-        """Waits for the save in the background and finalises it. Collective over: the training world, by the store.
+        """Waits for the save in the background and finalises it.
+
+        Collective over: the training world, through the store.
 
         Raises:
             CheckpointError: On every rank, if a rank has failed.

@@ -39,7 +39,7 @@ class SyncProver:
             waits: The driver's waits.
             every: The setting ``prove_sync_freq``.
             announce: Tells the trainers to take digests in the next sync. Together, these trainers send all weights.
-            sent: Returns the digests of each of them.
+            sent: Returns the digests of each of these trainers.
             engines: Lists the engines' actors in order of rollout rank. Each has the remote methods ``rl_safe_prove``
                 and ``rl_safe_held`` of a `ProvedWorker`.
         """

@@ -47,7 +47,7 @@ class WeightUpdate:
             awaited: Takes the frames of the sync's thread, innermost first. Returns the rollout rank that this rank
                 waits for, or words for the rollout if the rank is unknown; None if it waits for training ranks.
             place: Returns the line of code that the sync is at, if its thread does not show it.
-            check: Is called repeatedly during the sync. Raises if the sync can never end, e.g. because an engine has
+            check: Called repeatedly during the sync. Raises if the sync can never end, e.g. because an engine has
                 failed.
         """
         self._trainer, self._send, self._awaited, self._place_of_host = trainer, send, awaited, place

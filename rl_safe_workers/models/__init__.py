@@ -1,4 +1,5 @@
-"""HF weights in and out of Megatron, through mbridge or Megatron-Bridge; layers without Transformer Engine.
+"""Builds Megatron models, and converts HF weights to Megatron's and back, through mbridge or Megatron-Bridge.
 
-A model directory comes in by ``bridge.py``. Megatron's chunks, or HF tensors, leave.
+``bridge.py`` opens a model directory. The other modules build chunks, with or without Transformer Engine, and export HF
+tensors.
 """

@@ -47,9 +47,9 @@ class WeightBridge(Protocol):
         ...
 
     def own_weights(self, models: Sequence[torch.nn.Module]) -> list[OwnWeight] | None:
-        """Returns the HF weights that this rank's tensor-parallel group can build; None if the library cannot tell.
+        """Returns the HF weights that this rank's tensor-parallel group can build; None if a weight needs other ranks.
 
-        Collective over: tensor and expert-tensor groups.
+        Collective over: the tensor and expert-tensor groups with mbridge; the training world with Megatron-Bridge.
         """
         ...
 
@@ -124,4 +124,4 @@ _LIBRARIES: dict[str, Callable[[str, PretrainedConfig, dict[str, Any]], WeightBr
     "mbridge": _with_mbridge,
     "megatron_bridge": _with_megatron_bridge,
 }
-"""In the order in which ``auto`` asks them. mbridge is first, because loading with it needs no collective."""
+"""The libraries, in the order in which ``auto`` asks them. mbridge is first, because its loads need no collective."""

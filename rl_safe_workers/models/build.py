@@ -44,7 +44,7 @@ def _build_chunk(bridge: Any, vp_stage: int | None) -> torch.nn.Module:
 def wrap_data_parallel(
     chunks: list[torch.nn.Module], config: Any, *, optimizer_instances: int = 1
 ) -> list[DistributedDataParallel]:
-    """Wraps model chunks for the distributed optimizer. Collective over each data-parallel group.
+    """Wraps model chunks for the distributed optimizer. Collective over: each data-parallel group.
 
     Gradients are accumulated and reduced in fp32. Parameters move into one contiguous buffer per dtype.
     """
@@ -57,7 +57,7 @@ def wrap_data_parallel(
 
 
 def build_optimizer(chunks: list[DistributedDataParallel], config: OptimConfig, *, dtype: torch.dtype) -> Any:
-    """Builds Megatron's DistributedOptimizer over Adam. Collective over the training world.
+    """Builds Megatron's DistributedOptimizer over Adam. Collective over: the training world.
 
     ``get_megatron_optimizer`` gathers parameter groups on the default group (optimizer/__init__.py:181), so the
     default group must be the training world.

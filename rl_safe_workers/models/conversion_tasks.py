@@ -1,7 +1,7 @@
 """Lists the HF weights that a tensor-parallel group can build out of Megatron-Bridge's conversion tasks.
 
-Megatron-Bridge's export brings every weight to every rank: over the pipeline, the expert and the tensor groups. Here
-each task runs on the ranks that have its parameter, and only tensor parallelism gathers.
+Megatron-Bridge's export brings every weight to every rank: over the pipeline, the expert and the tensor groups. Here,
+a task runs only on the ranks that have its parameter, and gathers only over their tensor group.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+|\d+$")
 
 
 class _Alone:
-    """Stands for a process group of this rank alone. The library then runs no collective, and asks only for these."""
+    """Stands for a process group of this rank alone. The library then runs no collective, and calls only these two."""
 
     def size(self) -> int:
         return 1
@@ -43,15 +43,15 @@ class _Alone:
 
 _SET_GROUPS = "set_process_groups_from_pg_collection"
 _NO_GATHER = SimpleNamespace(pp=_Alone(), ep=_Alone())
-"""Groups for `set_process_groups_from_pg_collection`. The library keeps its groups for the kinds that are not here."""
+"""Groups for `set_process_groups_from_pg_collection`. The library keeps its own groups for the missing kinds."""
 
 
 def own_weights_of_tasks(
     auto_bridge: Any, models: Sequence[torch.nn.Module], tasks: Iterable[Any], announced: Announced
 ) -> list[OwnWeight] | str:
-    """Lists the weights that this rank helps to build. Leaves out parameters of which another rank has a first replica.
+    """Lists the weights that this rank helps to build. Leaves out a parameter if another rank has its first replica.
 
-    Collective over: the training world. It also runs in the tensor and expert-tensor groups.
+    Collective over: the training world. It also runs collectives in the tensor and expert-tensor groups.
 
     Args:
         auto_bridge: Megatron-Bridge's AutoBridge.
@@ -61,10 +61,10 @@ def own_weights_of_tasks(
 
     Returns:
         The weights; or, on every rank, the reason why the export is needed. For example, some models have one HF weight
-        for all experts, which are on several ranks.
+        for all experts, but the experts are on several ranks.
 
     Raises:
-        WeightSyncError: On every rank, if the conversion of a tensor-parallel parameter has failed on one.
+        WeightSyncError: On every rank, if the conversion of a tensor-parallel parameter has failed on one rank.
     """
     own, kinds, tasks = list[OwnWeight](), dict[tuple[int, str], int](), list(tasks)
     problems = gather_json(_problem(auto_bridge, tasks), group=dist.group.WORLD)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Gives fields of Megatron's TransformerConfig that the weight bridges leave out or set to another model's value."""
+"""Provides the fields of TransformerConfig that the weight bridges leave out or set to another model's value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def family_settings(hf_config: PretrainedConfig) -> dict[str, Any]:
     """Returns the fields that this model needs.
 
     Raises:
-        ModelError: If megatron-core would compute something else than the model.
+        ModelError: If megatron-core would compute something different from the model.
     """
     match hf_config.model_type:
         case "deepseek_v3":
@@ -25,9 +25,9 @@ def family_settings(hf_config: PretrainedConfig) -> dict[str, Any]:
         case "gpt_oss":
             return _gpt_oss(hf_config)
         case "mixtral" | "olmoe" | "qwen2_moe" | "qwen3_moe":
-            # mbridge never normalises Mixtral's and Qwen2-MoE's probabilities, and always Qwen3-MoE's
-            # (models/mixtral.py:92, models/qwen2moe.py:82, models/qwen3moe.py:28). Megatron-Bridge never does OLMoE's
-            # (models/olmoe/olmoe_bridge.py:86).
+            # mbridge never normalises the probabilities of Mixtral and Qwen2-MoE, and always normalises Qwen3-MoE's
+            # (models/mixtral.py:92, models/qwen2moe.py:82, models/qwen3moe.py:28). Megatron-Bridge never normalises
+            # OLMoE's (models/olmoe/olmoe_bridge.py:86).
             return {"moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True)}
     return {}
 
@@ -36,12 +36,12 @@ def _sigmoid_router(hf: PretrainedConfig) -> dict[str, Any]:
     """Returns settings to route within groups of experts, and to build no MTP layers.
 
     mbridge ignores the groups (models/deepseek_v3.py:119, models/glm4moe.py:118). Both bridges count one shared expert
-    in GLM-4-MoE (mbridge: models/glm4moe.py:149; Megatron-Bridge: models/glm/glm45_bridge.py:87). With a number of MTP
-    layers, even 0 (mbridge: models/deepseek_v3.py:115), megatron-core's forward pass needs labels. See
+    in GLM-4-MoE (mbridge: models/glm4moe.py:149; Megatron-Bridge: models/glm/glm45_bridge.py:87). If a number of MTP
+    layers is set, even 0 (mbridge: models/deepseek_v3.py:115), megatron-core's forward pass needs labels. See
     `hf_reader.mtp_weights`.
     """
     if not hf.norm_topk_prob or hf.num_experts_per_tok < 2:
-        # moe/moe_utils.py:724 normalises the probabilities of two experts or more, and of one never.
+        # moe/moe_utils.py:724 normalises the probabilities of two experts or more, but never that of one.
         raise ModelError(
             f"norm_topk_prob={hf.norm_topk_prob} with num_experts_per_tok={hf.num_experts_per_tok} is not supported"
             f" for {hf.model_type}: only norm_topk_prob=true with two experts or more is"
@@ -61,7 +61,7 @@ def _sigmoid_router(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def _latent_rope(hf: PretrainedConfig) -> dict[str, Any]:
-    """Returns YaRN's settings of DeepSeek-V3, from where transformers 5 has them.
+    """Returns DeepSeek-V3's settings for YaRN, from the place where transformers 5 keeps them.
 
     mbridge looks for ``rope_scaling`` (models/deepseek_v3.py:105), which a configuration of transformers 5 does not
     contain. Its default of ``mscale_all_dim`` is not that of transformers.
@@ -69,10 +69,10 @@ def _latent_rope(hf: PretrainedConfig) -> dict[str, Any]:
     rope = hf.rope_parameters
     check_rope("deepseek_v3", rope)
     if not hf.rope_interleave:
-        # common/embeddings/rope_utils.py:118 always takes the pairs apart.
+        # common/embeddings/rope_utils.py:118 always de-interleaves the pairs.
         raise ModelError("rope_interleave=false is not supported: only true is")
-    # mbridge asks for fused attention (models/deepseek_v3.py:122), which megatron-core makes the choice of the whole
-    # process (models/common/language_module/language_module.py:115). Another model or the user may have chosen.
+    # mbridge asks for fused attention (models/deepseek_v3.py:122). megatron-core would apply this to the whole process
+    # (models/common/language_module/language_module.py:115), but another model or the user may have chosen otherwise.
     backend = {"attention_backend": AttnBackend.auto}
     if rope.get("rope_type") != "yarn":
         return backend
@@ -89,7 +89,7 @@ def _latent_rope(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def _gpt_oss(hf: PretrainedConfig) -> dict[str, Any]:
-    """Returns what Megatron-Bridge sets to the values of the published models (models/gpt_oss/gpt_oss_bridge.py:88)."""
+    """Returns the settings that Megatron-Bridge takes from published models (models/gpt_oss/gpt_oss_bridge.py:88)."""
     rope = hf.rope_parameters
     check_rope("gpt_oss", rope)
     layers = {"window_attn_skip_freq": [int(kind == "sliding_attention") for kind in hf.layer_types]}

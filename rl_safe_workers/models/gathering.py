@@ -23,7 +23,7 @@ EXPERT_WEIGHT = ".mlp.experts.linear_fc"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """The description of one parameter, which its pipeline stage announces to the other stages."""
+    """The description of one parameter. Its pipeline stage announces the description to the other stages."""
 
     stage: int
     chunk: int
@@ -61,7 +61,7 @@ class Shard:
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns a model's parameters by name, with the routers' expert biases, which are buffers."""
+    """Returns a model's parameters and its routers' expert biases by name. The biases are buffers."""
     biases = {name: value for name, value in model.state_dict().items() if name.endswith("expert_bias")}
     return {**dict(model.named_parameters()), **biases}
 
@@ -139,7 +139,7 @@ def _room_for(shard: Shard) -> torch.Tensor:
 
 
 def _experts(tensor: torch.Tensor, mpu: Any, *, at_once: bool) -> Iterator[torch.Tensor]:
-    """Yields the expert of every expert-parallel rank: from one gather, or one broadcast each, which takes less memory.
+    """Yields each expert-parallel rank's expert. Uses one gather, or one broadcast per rank, which takes less memory.
 
     Collective over: the expert group.
     """

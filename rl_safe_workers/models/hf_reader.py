@@ -15,9 +15,9 @@ from rl_safe_workers.models.hf_directory import mtp_layers
 
 
 class HfReader:
-    """Reads weights by name. Files stay open and memory-mapped; only the pages of the weights that are read are loaded.
+    """Reads weights by name. Files stay open and memory-mapped, so only the pages of the wanted weights are loaded.
 
-    mbridge's own reader opens a file again for every weight; without an index, it opens every file for every weight.
+    mbridge's own reader opens a file again for every weight. Without an index, it opens every file for every weight.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -89,9 +89,9 @@ class HfReader:
 def mtp_weights(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the weights of an HF directory's MTP layers, on the CPU, in the order of their names.
 
-    Megatron-core can build such layers, but then its forward pass needs labels and adds a loss of its own
-    (models/gpt/gpt_model.py:612), while a policy asks for logits. So they are not built, and an export takes them from
-    the model's files as they are.
+    Megatron-core can build such layers. Its forward pass then needs labels and adds a loss of its own
+    (models/gpt/gpt_model.py:612), but a policy asks for logits. So the layers are not built. An export takes their
+    weights unchanged from the model's files.
 
     Raises:
         ModelError: If the directory cannot be read.

@@ -31,13 +31,13 @@ def why_no_transformer_engine() -> str:
 
 
 def takes_transformer_engine(config: MegatronConfig) -> bool:
-    """Decides about the layers, and logs the choice and its reason. Not collective.
+    """Chooses the layers, and logs the choice and its reason. Not collective.
 
     Returns:
         True for Transformer Engine's layers.
 
     Raises:
-        ModelError: If the settings need them and this process cannot use them; the message has the reason.
+        ModelError: If the settings need Transformer Engine's layers but this process cannot use them; says why.
     """
     reason = "transformer_impl is local" if config.transformer_impl == "local" else why_no_transformer_engine()
     if not reason:

@@ -38,9 +38,9 @@ LOCAL_LAYER_SETTINGS: dict[str, Any] = {
 class SequenceParallelRMSNorm:
     """An ``nn.RMSNorm`` that works with sequence parallelism.
 
-    Megatron's plain torch norm refuses sequence parallelism (transformer/torch_norm.py:32). The only thing that it
-    lacks is the attribute that makes ``finalize_model_grads`` sum the weight's gradient over the TP ranks. This is a
-    class and not a function, because megatron's ``build_module`` calls only classes.
+    Megatron's plain torch norm refuses sequence parallelism (transformer/torch_norm.py:32). The norm lacks only the
+    attribute that makes ``finalize_model_grads`` sum the weight's gradient over the TP ranks. This is a class and not a
+    function, because megatron's ``build_module`` calls only classes.
     """
 
     def __new__(  # type: ignore[misc]
@@ -56,7 +56,7 @@ class LatentDotProductAttention(DotProductAttention):
     """Megatron's plain attention for latent attention, whose keys are wider than its values.
 
     Latent attention passes both widths (transformer/multi_latent_attention.py:155). Megatron's plain attention refuses
-    them (transformer/dot_product_attention.py:46). It computes the right thing for any widths, and uses its own
+    them (transformer/dot_product_attention.py:46). Its computation is right for any widths. It uses its own
     ``kv_channels`` only for the shape of the result (transformer/dot_product_attention.py:249).
     """
 
@@ -66,8 +66,8 @@ class LatentDotProductAttention(DotProductAttention):
         Args:
             *args: As for megatron's plain attention.
             k_channels: Width of a head's query and key. It is unused, because the softmax scale is given with it.
-            v_channels: Width of a head's value; None for ``kv_channels``, in the instance that Attention builds and
-                latent attention replaces (transformer/attention.py:318).
+            v_channels: Width of a head's value; None for ``kv_channels``. Only Attention leaves it out, for an
+                instance that latent attention then replaces (transformer/attention.py:318).
             **kwargs: As for megatron's plain attention.
         """
         super().__init__(*args, **kwargs)
@@ -78,8 +78,8 @@ class LatentDotProductAttention(DotProductAttention):
 class LatentAttention(MLASelfAttention):
     """Megatron's latent attention with the norms and projections that the spec names.
 
-    megatron-core 0.19 wants a norm fused into the query's projection if that has no low rank
-    (transformer/mla_qk_norm_config.py:254). Only Transformer Engine has such a layer, and DeepSeek-V3 no such norm.
+    megatron-core 0.19 requires a norm fused into the query's projection if the projection has no low rank
+    (transformer/mla_qk_norm_config.py:254). Only Transformer Engine has such a layer. DeepSeek-V3 has no such norm.
     """
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
@@ -90,9 +90,9 @@ class LatentAttention(MLASelfAttention):
 class BiasedRowParallelLinear(RowParallelLinear):
     """Megatron's row-parallel layer, for models whose experts have biases.
 
-    Megatron adds an expert's bias in place (transformer/mlp.py:354), which autograd refuses for what its own layer
-    returns. With sequence parallelism it sums the gradients of these biases over the tensor-parallel ranks
-    (tensor_parallel/layers.py:1410), which have other experts.
+    Megatron adds an expert's bias in place (transformer/mlp.py:354). Autograd refuses this for the output of Megatron's
+    own layer. With sequence parallelism, Megatron also sums the gradients of these biases over the tensor-parallel
+    ranks (tensor_parallel/layers.py:1410), but those ranks have other experts.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -111,7 +111,7 @@ def _replace(spec: Any, replacements: Mapping[type, type]) -> Any:
     """Returns a copy of a layer spec with some modules replaced."""
     if isinstance(spec, type):
         return replacements.get(spec, spec)
-    if isinstance(spec, partial):  # megatron-core 0.19 has some modules so
+    if isinstance(spec, partial):  # megatron-core 0.19 wraps some modules like this
         return partial(
             spec.func, *spec.args, **{key: _replace(value, replacements) for key, value in spec.keywords.items()}
         )
@@ -140,9 +140,9 @@ def decoder_block_spec(
     if not hasattr(moe_utils, "te_general_gemm"):
         # moe_utils.py:1192 reads this name, which stays undefined if the import of Transformer Engine fails.
         moe_utils.te_general_gemm = None
-    # multi_latent_attention.py:62 takes Transformer Engine for installed, because its names are imported as None.
+    # multi_latent_attention.py:62 believes that Transformer Engine is installed: it can import the names, as None.
     multi_latent_attention.HAVE_TE = find_spec("transformer_engine") is not None
-    # multi_latent_attention.py:69 of megatron-core 0.19 knows this layer only beside Transformer Engine's.
+    # multi_latent_attention.py:69 of megatron-core 0.19 imports this layer only together with Transformer Engine's.
     multi_latent_attention.Linear = Linear
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
     replacements: dict[type, type] = {WrappedTorchNorm: SequenceParallelRMSNorm, SelfAttention: self_attention}
@@ -153,9 +153,9 @@ def decoder_block_spec(
     replacements |= {DotProductAttention: LatentDotProductAttention, MLASelfAttention: LatentAttention}
     spec = _replace(spec, replacements)
     for layer in spec.layer_specs:
-        # Whole on every tensor-parallel rank, as Transformer Engine has them. Megatron's own spec splits them, and then
-        # no rank has the whole gradient of the keys' rotary part: each knows that of its own heads, and the gather
-        # does not sum them (transformer/multi_latent_attention.py:607).
+        # These projections are whole on every tensor-parallel rank, as with Transformer Engine. Megatron's own spec
+        # splits them. Then no rank has the whole gradient of the keys' rotary part. Each rank has that of its own
+        # heads, and the gather does not sum them (transformer/multi_latent_attention.py:607).
         attention = layer.submodules.self_attention
         attention.submodules.linear_q_down_proj = attention.submodules.linear_kv_down_proj = Linear
     return spec

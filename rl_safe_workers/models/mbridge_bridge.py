@@ -215,7 +215,7 @@ class _Qwen2Moe:
 
 
 class _Glm4Moe:
-    """A mixin for mbridge's GLM-4-MoE: has biases of Q, K and V only if the model has (models/glm4moe.py:147)."""
+    """A mixin for mbridge's GLM-4-MoE: adds biases to Q, K and V only if the model has them (models/glm4moe.py:147)."""
 
     hf_config: Any
 

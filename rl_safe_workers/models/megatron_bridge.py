@@ -37,10 +37,9 @@ logger = logging.getLogger(__name__)
 def _importable() -> Iterator[None]:
     """Lets the library be imported without Transformer Engine, without warnings, and without traces in the log.
 
-    peft/lora_layers.py:20 imports Transformer Engine in any case. It uses the names here to tell layers apart, and
-    other names only where Transformer Engine's layers are. Other modules take the placeholder for the real one, which
-    matters for their layer specs only. The import of megatron.training gives the root logger a handler
-    (training/training.py:36).
+    peft/lora_layers.py:20 always imports Transformer Engine. It uses the names below to tell layers apart, and other
+    names only for Transformer Engine's layers. Other modules take the placeholder for the real library. This affects
+    only their layer specs. The import of megatron.training adds a handler to the root logger (training/training.py:36).
     """
     root, handlers, level = logging.root, logging.root.handlers[:], logging.root.level
     disabled = logging.root.manager.disable
@@ -79,7 +78,7 @@ AutoMapping.register_module_type(BiasedRowParallelLinear.__name__, "row")
 
 
 class _AutoBridge(AutoBridge):
-    """An AutoBridge that knows the names of experts one by one, and refuses to leave out a weight."""
+    """An AutoBridge that also knows the names of single experts, and refuses to leave out a weight."""
 
     @property
     def _model_bridge(self) -> Any:
@@ -150,14 +149,14 @@ class MegatronBridge:
         self._auto_bridge, self.config = auto_bridge, provider
 
     def _model_provider(self, post_model_creation_callbacks: list[Any]) -> Any:
-        """Returns the provider's ``provide(pre_process, post_process, vp_stage=None)``, with sinks marked as split."""
+        """Returns the provider's ``provide(pre_process, post_process, vp_stage=None)``, which also marks sinks."""
 
         def provide(**stage: Any) -> torch.nn.Module:
             model: torch.nn.Module = self.config.provide(**stage)
             for name, parameter in model.named_parameters():
                 if name.endswith(".softmax_offset"):
-                    # Without the mark (transformer/dot_product_attention.py:129), the norm of the gradient has only
-                    # the sinks of tensor-parallel rank 0.
+                    # Without the mark (transformer/dot_product_attention.py:129), the norm of the gradient includes
+                    # only the attention sinks of tensor-parallel rank 0.
                     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
             return model
 
@@ -174,7 +173,7 @@ class MegatronBridge:
 
     @torch.no_grad()
     def own_weights(self, models: Sequence[torch.nn.Module]) -> list[OwnWeight] | None:
-        """Returns the HF weights that this rank's tensor-parallel group can build; None if no such ranks have them all.
+        """Returns the HF weights that this rank's tensor-parallel group can build; None if a weight needs other ranks.
 
         Collective over: the training world. It exports all weights once.
         """
@@ -235,10 +234,10 @@ def _local_layers(hf_config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _check_supported(hf: PretrainedConfig, parallel: dict[str, Any]) -> None:
-    """Raises ModelError for what the library cannot build, or would convert wrongly.
+    """Raises ModelError if the library cannot build the model, or would convert it wrongly.
 
-    Its attention of OLMoE normalises over all heads (models/olmoe/olmoe_provider.py:105). It tells by a matrix's shape
-    if an expert of GPT-OSS has to be transposed (models/gpt_oss/gpt_oss_bridge.py:270).
+    The library's OLMoE attention normalises over all heads (models/olmoe/olmoe_provider.py:105). A matrix's shape
+    decides whether the library transposes an expert of GPT-OSS (models/gpt_oss/gpt_oss_bridge.py:270).
     """
     problem = ""
     if hf.model_type == "olmoe":

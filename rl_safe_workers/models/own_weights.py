@@ -1,7 +1,7 @@
 """Lists the HF weights that a tensor-parallel group can build from its own shards, without other EP or PP ranks.
 
-A weight sync uses them: each weight is sent by one rank that has it. Only tensor-parallel shards are gathered, and a
-weight that is a view of a parameter is not converted.
+In a weight sync, one rank that has a weight sends it. Only tensor-parallel shards are gathered. A weight that is a view
+of a parameter is not converted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rl_safe_workers.models.gathering import EXPERT_WEIGHT, Shard, gather, local
 from rl_safe_workers.rollout.packing import dtype_name
 
 Convert = Callable[[str, list[torch.Tensor], Shard], tuple[Sequence[str], Sequence[torch.Tensor]]]
-"""Function from a parameter's global name, its tensor-parallel shards and its description to HF names and weights."""
+"""Converts a parameter's global name, its tensor-parallel shards and its description to HF names and weights."""
 Announced = Mapping[str, tuple[Sequence[int], torch.dtype]]
 """Shape and dtype of every HF weight of an export, by name."""
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -38,7 +38,7 @@ class OwnWeight:
     is_split: bool
     """True if building them is collective, because tensor parallelism splits the parameter."""
     is_source: bool
-    """True if this rank is the one of its group that sends them."""
+    """True if this rank sends them for its group."""
     make: Callable[[], Sequence[torch.Tensor]]
     """Builds them from the parameter's current values. Collective over: the tensor or expert-tensor group, if
     ``is_split``."""
@@ -68,7 +68,7 @@ def own_weights(
     num_experts: int,
     leave_out: Callable[[str], bool],
 ) -> list[OwnWeight]:
-    """Lists the weights that this rank helps to build, without parameters of which another rank has the first replica.
+    """Lists the weights that this rank helps to build. Leaves out a parameter if another rank has its first replica.
 
     Collective over: the tensor and expert-tensor groups that split parameters, among the ranks with the first replica
     (data-parallel rank 0, for experts expert-data-parallel rank 0).

@@ -1,6 +1,6 @@
 """Makes a tiny model from a seed, as a real HF directory: the quickstart's Qwen3, and other families for tests.
 
-The libraries transformers and tokenizers write all files, so every reader of HF directories can read it.
+The libraries transformers and tokenizers write all files, so every reader of HF directories can read them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def create_seeded_model(
     """Makes an HF directory at ``path``: config, safetensors, tokenizer and generation config.
 
     Deterministic: the same spec gives the same bytes. The directory appears complete or not at all. If another process
-    has made it first, that one stays. Blocks; does not communicate.
+    has made it first, the other's directory stays. Not collective.
 
     Args:
         path: The directory to make. Its parents are made, too.
@@ -158,7 +158,7 @@ def _build_model(hf_config: PretrainedConfig, seed: int, dtype: str) -> PreTrain
 
 
 def _draw_biases(model: PreTrainedModel) -> None:
-    """Draws every bias, because transformers starts them at zero, and a lost bias of zero would not be noticed."""
+    """Draws every bias. transformers sets biases to zero, and no test would notice the loss of a zero bias."""
     for name, bias in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith("bias"):
             bias.data.normal_(std=INITIALIZER_RANGE)
@@ -181,7 +181,7 @@ def _hf_config(
         "tie_word_embeddings": is_tied,
         "bos_token_id": None,
         "eos_token_id": SPECIAL_TOKENS.index("<|im_end|>"),
-        # With a padding id transformers zeroes and masks that row, but Megatron does not mask it, and RMSNorm of a zero
+        # With a padding id, transformers zeroes and masks that row. Megatron does not mask it, and RMSNorm of a zero
         # row has a huge gradient.
         "pad_token_id": None,
     }
@@ -229,7 +229,7 @@ def _qwen_experts(spec: SeededModelConfig) -> dict[str, Any]:
 
 
 def _wide_experts(spec: SeededModelConfig) -> dict[str, Any]:
-    """Returns the settings of a family whose experts have the width that a dense layer would have."""
+    """Returns the settings of a family that keeps the width of its experts in ``intermediate_size``."""
     return {
         "num_local_experts": spec.num_experts,
         "num_experts_per_tok": spec.num_experts_per_tok,
@@ -238,7 +238,7 @@ def _wide_experts(spec: SeededModelConfig) -> dict[str, Any]:
 
 
 def _grouped_experts(spec: SeededModelConfig) -> dict[str, Any]:
-    """Returns the settings of one dense layer, and then layers with routed experts in a group, and a shared expert."""
+    """Returns settings for one dense layer, and then layers with one group of routed experts and a shared expert."""
     return {
         "moe_intermediate_size": spec.moe_intermediate_size,
         "n_routed_experts": spec.num_experts,
@@ -273,7 +273,7 @@ def _deepseek_settings(spec: SeededModelConfig) -> dict[str, Any]:
         "qk_rope_head_dim": spec.head_dim // 2,
         "v_head_dim": spec.head_dim,
         **_grouped_experts(spec),
-        # Only other readers than transformers need these two: vllm/model_executor/models/deepseek_v2.py:327, 387.
+        # Only readers other than transformers need these two: vllm/model_executor/models/deepseek_v2.py:327, 387.
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
     }

@@ -1,4 +1,4 @@
-"""vLLM's engine, and the receiving end of a weight sync. Only ``vllm.py`` and ``vllm_transfer.py`` import vLLM.
+"""Runs vLLM's engine, receives weight syncs, and proves them. Only ``vllm.py`` and ``vllm_transfer.py`` import vLLM.
 
-Prompts come in; samples with log-probabilities leave. Weights come in, packed into buckets.
+The engine takes prompts and returns samples with log-probabilities. It receives weights in buckets.
 """

@@ -1,6 +1,6 @@
-"""Plans what a rank of an engine gets of each weight in a weight sync: a cut, the whole, or nothing.
+"""Plans which part of each weight a rank of an engine gets in a weight sync: a cut, the whole, or nothing.
 
-The rules are vLLM's, as data. Imports neither torch nor vLLM, so that a plan can be made and shown anywhere.
+The rules are vLLM's, written as data. Imports neither torch nor vLLM, so that a plan can be made and shown anywhere.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ EXPERTS = {
     "w13_weight": (("gate_proj", "up_proj"), ("w1", "w3")),
     "w2_weight": (("down_proj",), ("w2",)),
 }
-"""Tensors with one matrix per expert. Each matrix holds the rows of these HF layers, in this order, in two namings."""
+"""Tensors with one matrix per expert. Each matrix holds the rows of these HF layers, in this order. The HF layers have
+one of two sets of names."""
 _ROWS_CUT = frozenset({"qkv_proj", "q_proj", "q_b_proj", "kv_b_proj", "gate_up_proj", "w13_weight"})
 _COLUMNS_CUT = frozenset({"o_proj", "down_proj", "w2_weight"})
 """Layers and expert tensors that a tensor-parallel engine cuts: ``_ROWS_CUT`` by rows, ``_COLUMNS_CUT`` by columns.
-A layer that is cut by columns has a whole bias."""
+The bias of a layer that is cut by columns stays whole."""
 _OF_KV_HEADS = ("k_proj", "v_proj")
 _VOCABULARY, _VOCABULARY_UNIT = frozenset({"embed_tokens", "lm_head"}), 64
 """Layers with a row for each token. vLLM pads their rows to a multiple of this unit before it cuts them."""
@@ -56,7 +57,7 @@ class EngineRank:
     def local_expert(self, number: int, *, experts: int) -> int | None:
         """Returns an expert's index on this rank; None if another rank holds it.
 
-        The ranks hold consecutive experts, and the first ranks one more if the experts cannot be divided equally.
+        Each rank holds consecutive experts. If the experts cannot be divided equally, the first ranks hold one more.
 
         Args:
             number: Number of the expert in its layer.
@@ -95,7 +96,7 @@ class EngineRank:
     def sent_cut(self, name: str, layer: str, shape: tuple[int, ...], *, experts: Mapping[str, int]) -> Cut | None:
         """Returns the cut of a weight that is sent to this rank; None if the whole is sent.
 
-        That is the cut that it holds. Of an expert that only other ranks hold, it is a cut without rows.
+        This is the cut that the rank holds. For an expert that only other ranks hold, it is a cut without rows.
 
         Args:
             name: HF name of the weight.
@@ -136,7 +137,7 @@ class Cut:
     """Number of rows or columns of the whole weight."""
 
     def within(self, shape: Sequence[int], view: View) -> View | None:
-        """Returns the place of a view of the whole weight in the cut alone; None if the view has more than the cut.
+        """Converts a view of the whole weight into a view of the cut; None if the view reaches outside of the cut.
 
         Args:
             shape: Shape of the whole weight, whose memory is contiguous.
@@ -168,12 +169,12 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketPart:
-    """The part of a bucket that one rank of each engine gets: a cut of each large weight, and the others whole."""
+    """The part of a bucket that one rank of each engine gets: a cut of each large weight, and all of the others."""
 
     bucket: Bucket
     """The weights, with the shapes of their cuts."""
     cuts: tuple[Cut | None, ...]
-    """The cut of each weight; None: it is whole. A cut without rows: this rank gets nothing of the weight."""
+    """The cut of each weight; None for a whole weight. If a cut has no rows, this rank gets nothing of the weight."""
     start: int
     """Offset in bytes of the part in the memory of the bucket. The parts lie one after another."""
 
@@ -207,9 +208,9 @@ def experts_of(specs: Iterable[WeightSpec]) -> dict[str, int]:
 def parts_of(
     bucket: Bucket, ranks: Sequence[EngineRank], *, experts: Mapping[str, int] = MappingProxyType({})
 ) -> tuple[BucketPart, ...]:
-    """Divides a bucket among the ranks of an engine.
+    """Divides a bucket among the ranks of an engine; returns each rank's part.
 
-    A weight that they do not cut goes to each of them. An expert goes only to the ranks that hold it.
+    A weight that is not cut goes to every rank. An expert goes only to the ranks that hold it.
 
     Args:
         bucket: Whole weights.
@@ -245,7 +246,7 @@ def plan_parts(
     Args:
         specs: All weights, in the order of sending.
         ranks: The ranks of each engine.
-        bucket_bytes: Most bytes of weights in a bucket; a larger weight travels alone.
+        bucket_bytes: Largest size of a bucket of whole weights, in bytes. A larger weight gets its own bucket.
     """
     experts = experts_of(specs)
     return [
@@ -254,7 +255,7 @@ def plan_parts(
 
 
 def plan_in_words(buckets: Sequence[tuple[Bucket, Sequence[BucketPart]]]) -> str:
-    """Describes a plan in one line: the weights, and what each rank of an engine gets of them.
+    """Describes a plan in one line: the weights, and how much of them each rank of an engine gets.
 
     Args:
         buckets: All buckets of a sync, each with its parts.

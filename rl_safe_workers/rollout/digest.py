@@ -1,8 +1,8 @@
 """Computes digests of many tensors at once, on their own device.
 
-Each 32-bit word of a tensor's memory, in row-major order, is mixed with its place. The results are added as signed
-numbers modulo 2 ** 64. A change of one word always changes the digest, because the mixing is one-to-one. Any other
-change stays unnoticed with a probability of about 2 ** -32.
+The digest mixes each 32-bit word of a tensor's memory, in row-major order, with the word's place. It adds the results
+as signed numbers, modulo 2 ** 64. A change of one word always changes the digest, because the mixing is one-to-one. Any
+other change stays unnoticed with a probability of about 2 ** -32.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rl_safe_workers.errors import in_one_line
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = {"cpu": 2**14, "cuda": 2**22}
-"""Number of words that are mixed at a time. Each takes some 30 bytes during the mixing. On a CPU they fit its cache,
-and torch uses one thread for so few. On a busy machine, several threads would take ten times as long."""
+"""Number of words that are mixed at a time, by device type. The mixing takes some 30 bytes per word. On a CPU, this
+fits the cache, and torch uses one thread. On a busy machine, several threads would take ten times as long."""
 WORD_BYTES = 4
 
 
 PLACE, FIRST, SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
-"""Odd factors: one spreads the places, the others are those of MurmurHash3's last steps."""
+"""Odd factors. The first one spreads the places. The others are those of MurmurHash3's last steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Span:
 
 
 Sizes = Sequence[Sequence[int]]
-"""Bytes of the parts of each tensor's memory, one part after another."""
+"""For each tensor, the sizes in bytes of the consecutive parts of its memory."""
 
 
 @torch.no_grad()
@@ -64,8 +64,8 @@ def digests_of(
         tensors: Tensors of any shape and dtype, all on one device. They need not be contiguous.
         spans: The place of each tensor in a larger tensor, if it is a part of one; None: all tensors are whole. The
             digests of all parts add up to the digest of the larger tensor, modulo 2 ** 64.
-        sizes: The parts of each tensor that have a digest of their own; None: each tensor has one. Only without
-            ``spans``.
+        sizes: The parts of each tensor that get a digest of their own; None: each tensor gets one digest. Cannot be
+            combined with ``spans``.
     """
     if not tensors:
         return torch.empty(0, dtype=torch.int64)
@@ -99,11 +99,11 @@ def digests_of(
 def prepared(
     tensors: Sequence[torch.Tensor], spans: Sequence[Span] | None = None, *, sizes: Sizes | None = None
 ) -> Callable[[], torch.Tensor] | None:
-    """Returns a function that returns what `digests` returns, of the bytes that the memory has when it is called.
+    """Returns a function that takes the digests of the same tensors at each call; see `digests_of`.
 
-    For a model with thousands of weights, it takes longer to describe them to the kernel than to read them. The
-    function has done that already. It knows addresses only: before each call, the caller must make sure that the
-    tensors still have their memory.
+    For a model with thousands of weights, describing them to the kernel takes longer than reading them. This function
+    describes them once, by their addresses. Before each call of the returned function, the caller must make sure that
+    the tensors still have their memory.
 
     Args:
         tensors: As for `digests_of`.
@@ -134,7 +134,7 @@ def _kernel(device: torch.device) -> ModuleType | None:
 def _batches(
     tensors: Sequence[torch.Tensor], at_once: int
 ) -> Iterator[tuple[list[int], list[torch.Tensor], list[int]]]:
-    """Yields batches of ``at_once`` words: for each part, the tensor's number, the words, the place of the first."""
+    """Yields batches of up to ``at_once`` words: for each part its tensor's number, its words, and its first place."""
     numbers: list[int] = []
     parts: list[torch.Tensor] = []
     starts: list[int] = []
@@ -163,7 +163,7 @@ def split_bytes(tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Te
 
 
 def words_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the memory of a tensor in row-major order as int32 words, the last one filled up with zeros."""
+    """Returns the memory of a tensor in row-major order as int32 words. Pads the last word with zeros."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if len(flat) % WORD_BYTES:
         flat = torch.nn.functional.pad(flat, (0, -len(flat) % WORD_BYTES))
@@ -184,7 +184,7 @@ def _places(counts: Sequence[int], starts: Sequence[int], words: torch.Tensor) -
 
 
 def _sums(mixed: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Returns the sum of each part. The parts are consecutive in ``mixed``."""
+    """Returns the sum of each part: int64, ``[number of parts]``. The parts are consecutive in ``mixed``."""
     if len(counts) == 1:
         return mixed.sum(dtype=torch.int64).view(1)
     ends = torch.tensor(counts, device=mixed.device).cumsum(0)

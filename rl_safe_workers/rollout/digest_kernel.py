@@ -1,7 +1,7 @@
-"""Computes the digests of `digest` on a GPU, those of many tensors in one launch. Needs Triton and a C compiler.
+"""Computes the digests of `digest` on a GPU, for many tensors in one launch. Needs Triton and a C compiler.
 
-torch brings Triton in its builds for CUDA. A digest reads each word once. In torch's own operations, it takes some
-15 passes over the memory.
+torch's CUDA builds include Triton. The kernel reads each word once. torch's own operations make some 15 passes over
+the memory.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from rl_safe_workers.rollout.digest import FIRST, PLACE, SECOND, WORD_BYTES, Siz
 _BLOCK, _CHUNK = 2**11, 2**15
 """Words that a program of the kernel reads at a time, and words in a chunk."""
 _PROGRAMS = 4
-"""Programs of the kernel on each multiprocessor. They are enough to read at full speed. With one program for each
-chunk, the kernels of other streams would wait until all chunks are read."""
+"""Number of the kernel's programs on each multiprocessor. So few are enough to read at full speed. With one program for
+each chunk, the kernels of other streams would wait until all chunks are read."""
 _VECTOR_BYTES = 16
 """Bytes that a thread loads at once, if the address allows it."""
 _COPIED_BYTES = 2**28
-"""Bytes of copies that are held for a launch. Only a tensor whose memory is not a row of words needs a copy."""
+"""Bytes of copies after which a launch begins. Only a tensor whose memory is not a row of words needs a copy."""
 _FIELDS = 5
-"""Fields of the kernel's table: for each tensor its address, its number of words, and the place of its first word; then
-the words of a run, and the words between two runs that are not the tensor's."""
+"""Number of fields that the kernel's table has for each tensor: its address, its number of words, the place of its
+first word, the words in a run, and the words of the larger tensor between two runs."""
 
 
 class _Batch(NamedTuple):
-    """The memory of some tensors or parts of them, and the copies that stand in for some of them."""
+    """The memory of some tensors or of their parts. Copies stand in for some of them."""
 
     addresses: list[int]
     sizes: list[int]
@@ -79,7 +79,7 @@ def table_of(
 def _in_place(tensors: Sequence[torch.Tensor], sizes: Sizes | None) -> _Batch | None:
     """Returns the memory of all tensors, or of their parts; None if one of them must be copied.
 
-    The loops are C's, because a model has thousands of weights.
+    The loops run in C, because a model has thousands of weights.
     """
     starts = [*map(torch.Tensor.data_ptr, tensors)]
     lengths = [tensor.nbytes for tensor in tensors] if sizes is None else [*chain.from_iterable(sizes)]
@@ -100,7 +100,7 @@ def _must_be_copied(tensor: torch.Tensor, parts: Sequence[int]) -> bool:
 
 
 def _batches(tensors: Sequence[torch.Tensor], sizes: Sizes | None) -> Iterator[_Batch]:
-    """Yields the parts of tensors of each launch."""
+    """Yields the memory that each launch reads."""
     if (whole := _in_place(tensors, sizes)) is not None:
         yield whole
         return
@@ -143,8 +143,8 @@ class Table:
             starts, given, strides = np.array([(span.start, span.width, span.stride) for span in spans]).T
             widths, skips = np.where(given, given, widths), strides - given
         arrays = [addresses, words, starts, widths, skips, owners, firsts]
-        # A copy from memory that is not pinned would wait for the GPU. numpy fills it, with one thread: torch would use
-        # all cores for this megabyte, and wait 20 ms for them on a busy machine.
+        # A copy from memory that is not pinned would wait for the GPU. numpy fills the pinned memory with one thread.
+        # torch would use all cores for this megabyte, and would wait 20 ms for them on a busy machine.
         with _current(device):
             packed = torch.empty(sum(map(len, arrays)), dtype=torch.int64, pin_memory=device.type == "cuda")
             np.concatenate(arrays, out=packed.numpy())
@@ -156,7 +156,7 @@ class Table:
         )
 
     def digests(self) -> torch.Tensor:
-        """Returns the digest of each tensor of the batch, as it is now: int64, ``[number of tensors]``.
+        """Returns the digest of each tensor of the batch, from its current values: int64, ``[number of tensors]``.
 
         Does not wait for the GPU.
         """
@@ -172,7 +172,7 @@ class Table:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU the current one in the body. CUDA pins memory and launches kernels on the current one."""
+    """Makes a GPU the current device in the body. CUDA pins memory and launches kernels on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -194,7 +194,7 @@ def constants(*, in_runs: bool, is_aligned: bool) -> dict[str, int]:
     return {**found, "PLACE": PLACE, "FIRST": FIRST, "SECOND": SECOND}
 
 
-# These arguments differ from batch to batch, and would make Triton compile the kernel anew.
+# These arguments differ from batch to batch. Triton would compile the kernel anew each time if it specialised on them.
 @triton.jit(
     do_not_specialize=["tensors", "chunks"], do_not_specialize_on_alignment=["found", "table", "owners", "firsts"]
 )
@@ -213,7 +213,7 @@ def digest_chunks(  # type: ignore[no-untyped-def]  # Triton reads the annotatio
     FIRST: tl.constexpr,  # noqa: N803
     SECOND: tl.constexpr,  # noqa: N803
 ):
-    """Adds the digests of some chunks of tensors to those of the tensors. The programs take chunks in turns.
+    """Adds the digest of each chunk to the digest of its tensor. The programs take the chunks in turns.
 
     Args:
         found: The digest of each tensor, int64.
@@ -244,7 +244,7 @@ def digest_chunks(  # type: ignore[no-untyped-def]  # Triton reads the annotatio
         place = first.to(tl.uint32)
         offsets = tl.arange(0, BLOCK)
         sums = tl.zeros((BLOCK,), dtype=tl.int64)
-        # A mask keeps loads from being wide, so only the last block has one.
+        # A load with a mask is not wide, so only the last block has a mask.
         whole = count // BLOCK * BLOCK
         for at in range(0, whole, BLOCK):
             loaded = tl.load(words + at + offsets)
@@ -270,7 +270,7 @@ def _mixed(  # type: ignore[no-untyped-def]
     FIRST: tl.constexpr,  # noqa: N803
     SECOND: tl.constexpr,  # noqa: N803
 ):
-    """Returns what `digest._mixed` returns, as int64. Unsigned numbers shift zeros in."""
+    """Returns what `digest._mixed` returns, as int64. The numbers are unsigned, so shifts fill with zeros."""
     if IN_RUNS:
         places += places // width * skip
     mixed = (places + start) * PLACE ^ loaded.to(tl.uint32, bitcast=True)

@@ -49,7 +49,7 @@ class Copy:
         return buffer.as_strided(self.target.shape, self.stride, int(buffer.storage_offset()) + self.offset)
 
     def joined_with(self, following: Copy) -> Copy | None:
-        """Returns this copy and the next as one; None unless both their sources and their targets are adjacent."""
+        """Returns this copy and the next one as a single copy; None if their sources or targets are not adjacent."""
         target, other = self.target, following.target
         if not (
             target.dtype == other.dtype
@@ -86,7 +86,7 @@ _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records copies out of the weights of a bucket, and prevents all writes."""
+    """Records the copies that loaders make from the weights of a bucket. Prevents all writes."""
 
     def __init__(self, bucket: Bucket, part: BucketPart, weights: Sequence[NamedTensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -113,7 +113,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return target
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Copy | None:
-        """Returns a copy out of this rank's part of a bucket; None if it is of another kind."""
+        """Returns a write as a copy out of this rank's part of a bucket; None if the write is of another kind."""
         number = self._numbers.get(source.untyped_storage().data_ptr())
         if number is None or (source.dtype, source.shape) != (target.dtype, target.shape):
             return None
@@ -154,7 +154,7 @@ class DirectLoad:
         self._copied_bytes = 0
         for bucket, part in buckets:
             self.obstacle = self.obstacle or self._learn(bucket, part, load, device)
-        # A rank may hold a share of a weight that it gets whole, and nothing of a bucket of another rank's experts.
+        # A rank may get a whole weight but hold only a share of it. It holds nothing of other ranks' experts.
         copied, sent = self._copied_bytes, sum(sum(part.bucket.sizes) for _, part in buckets)
         if self.obstacle is None and not sent // parts <= copied <= sent:
             self.obstacle = f"the model's loaders copy {copied} of {sent} bytes"
@@ -169,8 +169,8 @@ class DirectLoad:
             with torch.no_grad(), watch:
                 load(iter(weights))
         except Exception as error:
-            # For example, there is no memory for the weights, or they have been packed and the model's own tensors
-            # emptied, which loaders refuse.
+            # For example, there is no memory for the weights. Or a layer has packed its weights and emptied its own
+            # tensors, and the loaders refuse empty tensors.
             return f"the model's loaders do not work in place: {type(error).__name__}: {error}"
         if watch.other is not None:
             return f"the model's loaders do more than copy: {watch.other}"
@@ -238,7 +238,7 @@ class DirectLoad:
 
 
 class LearnedLoad:
-    """The way by which the weights of updates get into a model: through its loaders, or by a proven `DirectLoad`.
+    """Decides how the weights of updates get into a model: through its loaders, or by a proven `DirectLoad`.
 
     Attributes:
         obstacle: The reason why updates use the model's loaders; None if they are copied directly into the model.
@@ -298,7 +298,9 @@ class LearnedLoad:
             self._plan.note(number, buffer)
 
     def end(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Ends an update: checks the plan. A host's layers may have converted their weights after the copies, too.
+        """Ends an update: checks a new plan, and forgets a proven plan if the model's weights have moved.
+
+        Under some hosts, layers convert their weights even after direct copies. Such a conversion may move the weights.
 
         Args:
             parameters: The model's parameters, after its layers have converted them.
@@ -317,7 +319,7 @@ class LearnedLoad:
         )
 
     def _forget_if_moved(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Forgets a proven plan that would write into memory that nobody reads."""
+        """Forgets a proven plan if one of its destinations is no longer part of the model's parameters."""
         if self._plan is not None and self._plan.moved(parameters):
             self.forget(_MOVED)
 

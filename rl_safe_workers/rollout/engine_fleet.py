@@ -1,6 +1,6 @@
 """Decides which rollout engines are lost, which engines take their prompts, and when replacements get prompts.
 
-It only decides. Its caller asks, starts and ends the engines. Imports neither torch, Ray nor vLLM.
+This module only decides. Its caller asks, starts and ends the engines. Imports neither torch, Ray nor vLLM.
 
     starting    the engine's process is not up yet
     waiting     the engine is up, but its weights differ from the trainers', or are not proved
@@ -109,7 +109,7 @@ class EngineFleet:
         return {engine: self._lives[engine] for engine in engines}
 
     def lose(self, engine: int, error: RunError, *, now_s: float) -> EngineLoss:
-        """Notes that an engine is lost, and that a replacement starts.
+        """Records the loss of an engine, and that its replacement is starting.
 
         Args:
             engine: The engine.

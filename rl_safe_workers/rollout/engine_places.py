@@ -1,8 +1,8 @@
 """Finds the place of each HF weight in a vLLM model, by vLLM's naming rules.
 
 The rules are data here. They are not learned from the model's loaders, because the check must find a loader that puts a
-weight in the wrong place. A rank of a tensor-parallel engine holds a cut of each large weight, and the whole of others.
-With expert parallelism it holds some experts whole.
+weight in the wrong place. A rank of a tensor-parallel engine holds a cut of each large weight, and the whole of the
+others. With expert parallelism, it holds some experts whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rl_safe_workers.rollout.packing import DTYPES
 from rl_safe_workers.rollout.protocol import WeightSpec
 
 _EXPERTS_LAYERS = ("{}.routed_experts.{}", "{}.{}")
-"""Names of these tensors, from the layer's and the tensor's name: in vLLM 0.32, and in vLLM 0.25."""
+"""Name of an expert tensor, made from the layer's and the tensor's name: in vLLM 0.32, and in vLLM 0.25."""
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _PADDED = (_HEAD, _EMBEDDING)
 """Parameters that may have more rows than the vocabulary. vLLM never reads the additional rows."""
@@ -102,12 +102,12 @@ class EnginePlaces:
 
     @classmethod
     def of(cls, specs: Iterable[WeightSpec], parameters: Collection[str], rank: EngineRank = ONLY_RANK) -> EnginePlaces:
-        """Finds the places.
+        """Finds the places of all weights in the parameters of a rank's model.
 
         Args:
             specs: All weights of a sync.
             parameters: Names of the model's parameters. A tied parameter has one name.
-            rank: The rank of the engine that has them.
+            rank: The rank of the engine that has this model.
         """
         by_name = {spec.name: spec for spec in specs}
         places: list[Place] = []
@@ -168,7 +168,7 @@ class EnginePlaces:
 
 
 def _with_held_experts(places: Sequence[Place], rank: EngineRank) -> Iterator[Place]:
-    """Yields the places without the experts that only other ranks hold. The others get their index on this rank."""
+    """Yields the places, except those of experts that only other ranks hold. Sets each expert's index on this rank."""
     experts = experts_of(place.spec for place in places)
     for place in places:
         match = EXPERT.fullmatch(place.spec.name)
@@ -179,20 +179,20 @@ def _with_held_experts(places: Sequence[Place], rank: EngineRank) -> Iterator[Pl
 
 
 def _is_cut_unknown(rank: EngineRank, name: str, parameter: str) -> bool:
-    """Returns True if a weight is sent as the joined layer. A cut of it is not a range of its rows."""
+    """Returns True if a joined layer is sent as one weight to several ranks. A rank's cut is then no range of rows."""
     return rank.size > 1 and name == parameter and _layer_of_parameter(parameter) in JOINED
 
 
 def _all_rows(rank: EngineRank, parameter: str, specs: Sequence[WeightSpec | None]) -> int | None:
-    """Returns the rows of a parameter, or of an expert's matrix, on a rank of several; None if more may be there.
+    """Returns the rows of a parameter, or of an expert's matrix, on one of several ranks; None if it may have more.
 
-    A rank may have other rows than the rules say: vLLM pads experts for some kernels, gives layers different numbers of
-    key-value heads, and cuts some layers otherwise for decode context parallelism. Such a parameter cannot be read.
+    A rank may have other rows than the rules say. vLLM pads experts for some kernels, gives layers different numbers of
+    key-value heads, and cuts some layers differently for decode context parallelism. Such a parameter cannot be read.
 
     Args:
         rank: The rank.
         parameter: Name of the parameter.
-        specs: The weights that it holds; None for one that is not sent.
+        specs: The weights that the parameter holds; None for a weight that is not sent.
     """
     sent = [spec for spec in specs if spec is not None and spec.shape]
     if rank.size == 1 or parameter in _PADDED or len(sent) < len(specs):
@@ -216,7 +216,7 @@ def _decoder_layer(name: str) -> str:
 
 
 def _placement(name: str, parameters: Collection[str]) -> tuple[str | None, int | None, list[str]]:
-    """Returns the parameter that holds a weight, the expert's index, and all weights that it holds, in their order."""
+    """Returns the parameter that holds a weight, the expert's index, and the names of all weights in it, in order."""
     if match := EXPERT.fullmatch(name):
         layer, expert, part = match["layer"], int(match["expert"]), match["part"]
         for tensor, namings in EXPERTS.items():

@@ -1,7 +1,7 @@
-"""Weight updates as a few large tensors: a plan, and then one tensor for each bucket of weights.
+"""Packs and loads weight updates as a few large tensors: a plan, then one tensor for each bucket of weights.
 
-For hosts whose transfer takes named tensors and passes them on as they are. Thousands of small weights would each cost
-such a host some 0.2 ms. Imports no vLLM.
+It is for hosts whose transfer takes named tensors and passes them on unchanged. Such a host needs some 0.2 ms for each
+of thousands of small weights. Imports no vLLM.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class PackedUpdates:
         self._text: bytes | None = None
         self._buckets: Sequence[tuple[Bucket, BucketPart]] = ()
         self._missing: set[int] | None = None
-        """Numbers of the buckets that have not come yet in this update; None outside of packed updates."""
+        """Numbers of the buckets that have not arrived yet in this update; None outside of packed updates."""
 
     @property
     def obstacle(self) -> str | None:
@@ -140,13 +140,13 @@ class PackedUpdates:
             load(zip([spec.name for spec in bucket.specs], places_in(bucket, buffer), strict=True))
 
     def end(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Ends an update, after the model's layers have converted their weights. Does nothing if it was not packed.
+        """Ends an update, after the model's layers have converted their weights. Does nothing after an unpacked update.
 
         Args:
             parameters: The parameters of all models.
 
         Raises:
-            WeightSyncError: If a bucket has not come.
+            WeightSyncError: If a bucket has not arrived.
         """
         missing, self._missing = self._missing, None
         if missing is None:

@@ -21,7 +21,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BY
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Torch's name of a dtype without the prefix, e.g. ``"float32"``."""
+    """Returns torch's name of a dtype without the prefix, e.g. ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -33,7 +33,7 @@ def spec_of(name: str, tensor: torch.Tensor) -> WeightSpec:
 def split_block(
     block: torch.Tensor, slots: Iterable[int], shapes: Iterable[Sequence[int]], dtypes: Iterable[torch.dtype]
 ) -> list[torch.Tensor]:
-    """Cuts a block of memory into tensors, one after another. Cuts equal neighbours together, for speed.
+    """Splits a block of memory into consecutive tensors. Splits equal neighbours together, for speed.
 
     Args:
         block: ``[sum(slots)]``, uint8.
@@ -75,17 +75,17 @@ def places_in(bucket: Bucket, buffer: torch.Tensor) -> list[torch.Tensor]:
 def whole_weights(
     bucket: Bucket, part: BucketPart, buffer: torch.Tensor | None, *, device: torch.device
 ) -> list[NamedTensor]:
-    """Returns whole weights for loaders that take them, and read only the cut of their own rank.
+    """Returns whole weights for loaders that take whole weights, but read only the cut of their own rank.
 
     Args:
         bucket: The whole weights.
         part: The part of ``bucket`` that this rank gets.
-        buffer: ``[part.bucket.size_bytes]`` of uint8 with the part, which is copied; None: the weights have no values.
+        buffer: The part, ``[part.bucket.size_bytes]`` of uint8, to copy; None: the weights stay uninitialised.
         device: Device of the weights.
 
     Returns:
-        Name and tensor of each weight, each in memory of its own. Outside of its cut a weight has no values: a loader
-        must not read them; see `part_reads.PartReads`.
+        Name and tensor of each weight, each in memory of its own. Outside of its cut, a weight is uninitialised. A
+        loader must not read there; see `part_reads.PartReads`.
     """
     wholes = [torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=device) for spec in bucket.specs]
     if buffer is not None:

@@ -14,12 +14,12 @@ from rl_safe_workers.rollout.cuts import BucketPart, Cut, View
 
 
 def view_of(tensor: torch.Tensor) -> View:
-    """Returns the place of a tensor in its memory."""
+    """Returns the place of a tensor in its storage."""
     return View(tuple(tensor.shape), tuple(map(int, tensor.stride())), int(tensor.storage_offset()))
 
 
 class PartReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes reads outside of the cuts of weights, while it is the active mode.
+    """Records reads outside of the cuts of weights, while this mode is active.
 
     Attributes:
         outside: Description of the first read outside of a cut; None if there was none.
@@ -33,11 +33,11 @@ class PartReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.outside: str | None = None
 
     def watch(self, weights: Iterable[tuple[str, torch.Tensor]], part: BucketPart) -> None:
-        """Watches weights as long as somebody else keeps them.
+        """Watches weights until their memory is freed. Keeps no reference that would delay this.
 
         Args:
             weights: Name and tensor of each whole weight, as `packing.whole_weights` returns them.
-            part: The part that this rank has got of them.
+            part: The part of the weights that this rank has received.
         """
         for (name, whole), cut in zip(weights, part.cuts, strict=True):
             if cut is not None:
@@ -54,7 +54,7 @@ class PartReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _check(self, func: Any, tensor: torch.Tensor) -> None:
         watched = self._watched.get(tensor.untyped_storage().data_ptr())
-        # Other memory may have got the address of a weight that is gone.
+        # Other memory may now have the address of a freed weight.
         if watched is None or watched.storage.expired():  # type: ignore[no-untyped-call]
             return
         cut = watched.cut
@@ -66,7 +66,7 @@ class PartReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Watched(NamedTuple):
-    """A whole weight, of which a loader may only read the cut."""
+    """A whole weight. A loader may read only its cut."""
 
     name: str
     shape: tuple[int, ...]

@@ -37,8 +37,8 @@ class Sample:
     text: str
     """The response without special tokens."""
     routed_experts: NDArray[np.unsignedinteger[Any]] | None = None
-    """Experts of every token except the last, which was only sampled: ``[prompt + response - 1, layers, top_k]``. None
-    unless ``rollout.enable_rollout_routing_replay`` is set."""
+    """Experts of every token but the last, which was only sampled: ``[prompt + response - 1, layers, top_k]``. None if
+    ``rollout.enable_rollout_routing_replay`` is off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class WeightSpec:
 
     @property
     def slot_bytes(self) -> int:
-        """The size of its place in a bucket in bytes, with padding."""
+        """The size of the weight's place in a bucket in bytes, with padding."""
         return -(-self.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -69,7 +69,7 @@ class Bucket:
 
     specs: tuple[WeightSpec, ...]
     offsets: tuple[int, ...]
-    """Offset of each weight in bytes."""
+    """Offset of each weight in the bucket, in bytes."""
     sizes: tuple[int, ...]
     """Size of each weight in bytes, without padding."""
     size_bytes: int
@@ -84,8 +84,8 @@ class Bucket:
 def plan_buckets(specs: Sequence[WeightSpec], *, bucket_bytes: int) -> list[Bucket]:
     """Divides weights into buckets of at most ``bucket_bytes``, in order. A new source starts a new bucket.
 
-    The first bucket has at most `FIRST_BUCKET_BYTES`, so that the first broadcast begins early. Later buckets are
-    packed while another one travels. A weight larger than the limit gets its own bucket. Both sides compute the same
+    The first bucket has at most `FIRST_BUCKET_BYTES`, so that the first broadcast begins early. Each later bucket is
+    packed while another one is sent. A weight larger than the limit gets its own bucket. Both sides compute the same
     buckets from the same specs, so only the specs are sent.
     """
     buckets: list[Bucket] = []

@@ -34,7 +34,7 @@ class ProvedWorker:
 
     @contextmanager
     def _rl_safe_proving(self) -> Iterator[None]:
-        """Reads weights back after the body, if a proof is due. The body receives them and calls `_rl_safe_watch`."""
+        """Reads the weights back after the body if a proof is due. The body gets them and calls `_rl_safe_watch`."""
         try:
             yield
             if self._rl_safe_read_back is not None:

@@ -42,7 +42,7 @@ def obstacle(vllm_config: Any) -> str | None:
 
 
 def engine_rank(vllm_config: Any, rank: int) -> EngineRank:
-    """Returns the rank of an engine that a vLLM worker is. The engine must not have an `obstacle`.
+    """Returns a vLLM worker's rank in its engine. The engine must not have an `obstacle`.
 
     Args:
         vllm_config: vLLM's ``VllmConfig`` of the engine.
@@ -61,16 +61,16 @@ def engine_rank(vllm_config: Any, rank: int) -> EngineRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """The memory of places in a model."""
+    """The memory of some places in a model."""
 
     numbers: tuple[int, ...]
     """Numbers of the places."""
     take: Callable[[], torch.Tensor]
-    """Takes the places' digests: int64."""
+    """Takes the places' digests: int64, ``[number of places]``."""
     sizes: Mapping[str, int]
     """Number of elements of each parameter that has one of the places, by name."""
     lasts: bool
-    """True if later updates can use it while the parameters stay where they are. It then holds no parameter."""
+    """True if later updates can use the layout while the parameters stay where they are. It then holds no parameter."""
 
 
 _LAST_LAYOUT: WeakKeyDictionary[torch.nn.Module, tuple[EnginePlaces, Hashable, _Layout]] = WeakKeyDictionary()
@@ -78,7 +78,7 @@ _LAST_LAYOUT: WeakKeyDictionary[torch.nn.Module, tuple[EnginePlaces, Hashable, _
 
 
 _LAST_PLACES: WeakKeyDictionary[torch.nn.Module, tuple[Hashable, EnginePlaces]] = WeakKeyDictionary()
-"""The last places of a model, with what they depend on."""
+"""The last places of a model, with the arguments that they were found for."""
 
 
 class ReadBack:
@@ -131,11 +131,11 @@ class ReadBack:
             self._watching.callback(setattr, method, _CONVERT, before)
 
     def around(self, name: str, convert: Callable[[], None]) -> None:
-        """Runs a conversion of a module. For each weight that it changes, keeps the digest from before.
+        """Runs the conversion of a module. Keeps the earlier digest of each weight that the conversion changes.
 
         Args:
             name: Name of the module.
-            convert: Converts its weights.
+            convert: Converts the module's weights.
         """
         started_s = time.monotonic()
         layout = self._layout(self._numbers.get(name, []))
@@ -154,13 +154,13 @@ class ReadBack:
         self._watching.close()
 
     def prepare(self) -> None:
-        """Looks for the layout of an earlier update, for an update that leaves all parameters where they are."""
+        """Looks for the layout of an earlier update. Call it if this update leaves all parameters where they are."""
         started_s = time.monotonic()
         self._prepared = self._known_layout(self._layout_key())
         self._seconds += time.monotonic() - started_s
 
     def finish(self) -> HeldWeights:
-        """Reads all weights that no layer has converted. Waits for the device."""
+        """Reads all weights that no layer has converted; returns all digests. Waits for the device."""
         self.stop()
         started_s = time.monotonic()
         layout = self._prepared
@@ -202,7 +202,7 @@ class ReadBack:
         return found
 
     def _layout_key(self) -> Hashable:
-        """Returns what a layout depends on."""
+        """Returns the properties of the parameters that a layout depends on."""
         return tuple(
             (name, each.data_ptr(), each.shape, each.stride(), each.dtype)
             for name, each in self._model.named_parameters()
@@ -214,7 +214,7 @@ class ReadBack:
         return layout if found is self._found and known_key == key else None
 
     def _full_layout(self) -> _Layout:
-        """Returns the layout of all places. Keeps one that lasts, until a parameter is elsewhere."""
+        """Returns the layout of all places. Keeps it, if it lasts, until a parameter moves."""
         key = self._layout_key()
         if (known := self._known_layout(key)) is not None:
             return known
@@ -224,7 +224,7 @@ class ReadBack:
         return layout
 
     def _layout(self, numbers: Iterable[int], *, keep: bool = False) -> _Layout:
-        """Finds the memory of places. Leaves out a place that its rule does not fit.
+        """Finds the memory of places. Leaves out a place whose rule does not fit its parameter.
 
         Args:
             numbers: Numbers of the places.
@@ -245,7 +245,7 @@ class ReadBack:
                 read.append(number)
                 views.append(view)
                 spans.append(span)
-                # A weight that the model holds in a wider dtype is a copy, which must live until it is read.
+                # The view of a weight that the model holds in a wider dtype is a copy. It must live until it is read.
                 are_views &= view.dtype == parameter.dtype
         take = prepared(views, spans) if keep and are_views else None
         names = {self._found.places[number].parameter for number in read}
@@ -268,7 +268,7 @@ def _places_of(model: torch.nn.Module, specs: tuple[WeightSpec, ...], rank: Engi
     """
     parts = specs, tuple(name for name, _ in model.named_parameters()), rank
     kept, places = _LAST_PLACES.get(model, (None, None))
-    # Equal, not of equal hash: Python compares the same objects fast, but would hash thousands of them anew.
+    # Compare, do not hash: Python compares identical objects fast, but would hash thousands of them anew.
     if places is None or kept != parts:
         places = EnginePlaces.of(*parts)
         _LAST_PLACES[model] = parts, places

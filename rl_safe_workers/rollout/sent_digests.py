@@ -13,7 +13,7 @@ from rl_safe_workers.rollout.digest import Sizes, digests_of
 from rl_safe_workers.rollout.sync_proof import SentWeights
 
 AT_ONCE_BYTES = 64 * 2**20
-"""Bytes of weights that are held until they are digested and sent. Views take no memory; merged shards do."""
+"""Bytes of weights that are held until they are digested and sent. Views take no memory, but merged shards do."""
 
 
 class SentDigests:
@@ -42,7 +42,7 @@ class SentDigests:
             started_s: When the work for these digests began, in seconds of the monotonic clock; None: now.
         """
         if not names:
-            return  # digests of no tensors are on no GPU, and `sent` joins them all
+            return  # an empty tensor of digests is on the CPU, and `sent` could not join it
         started_s = time.monotonic() if started_s is None else started_s
         self._digests.append(take())
         self._names += names
@@ -50,9 +50,10 @@ class SentDigests:
         self._seconds += time.monotonic() - started_s
 
     def hold(self, names: Collection[str], tensors: Sequence[torch.Tensor], sizes: Sizes) -> None:
-        """Takes digests of weights later, many at once: a launch for each few weights takes longer than to read them.
+        """Holds weights, to take the digests of many weights at once later.
 
-        Holds the tensors until then, `AT_ONCE_BYTES` and one call's tensors at most. They must not change meanwhile.
+        A launch for every few weights would take longer than reading them. At most `AT_ONCE_BYTES` and the tensors of
+        one call are held. The tensors must not change meanwhile.
 
         Args:
             names: HF names of the weights.
@@ -75,11 +76,11 @@ class SentDigests:
     def passing(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, at_once_bytes: int = AT_ONCE_BYTES
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields weights unchanged, after it has taken their digests. Reads some weights ahead, to digest many at once.
+        """Takes the digests of weights, then yields the weights unchanged. Reads ahead, to digest many weights at once.
 
         Args:
             weights: Name and tensor of each weight.
-            at_once_bytes: Weights are read ahead until they have more bytes than that.
+            at_once_bytes: Weights are read ahead until they exceed this number of bytes.
         """
         waiting: list[tuple[str, torch.Tensor]] = []
         waiting_bytes = 0
@@ -94,15 +95,15 @@ class SentDigests:
     def passing_on_their_streams(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, at_once_bytes: int = AT_ONCE_BYTES
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields weights unchanged as they come, and takes their digests later, each on the GPU stream that it came on.
+        """Yields weights unchanged as they come. Takes their digests later, on the GPU stream that each weight came on.
 
-        For a host that sends weights from several streams: a weight that was read ahead would be sent from another
-        stream than it was made on. The host must ask for all weights, and must not change them before the iterator has
-        ended. By then the digests are complete.
+        It is for hosts that send weights from several streams. Such a host would send a weight that was read ahead from
+        another stream than the one that made it. The host must take all weights. It must not change them before the
+        iterator has ended. The digests are then complete.
 
         Args:
             weights: Name and tensor of each weight.
-            at_once_bytes: Weights are held until they have more bytes than that. Then their digests are taken together.
+            at_once_bytes: Weights are held until they exceed this number of bytes. Then one call takes their digests.
         """
         held: list[tuple[str, torch.Tensor]] = []
         held_bytes, of_held = 0, None

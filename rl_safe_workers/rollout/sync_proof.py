@@ -60,7 +60,7 @@ class HeldWeights:
     digests: tuple[tuple[str, int], ...] = ()
     """HF name and digest of each whole weight, at each of its places in the model."""
     cuts: tuple[HeldCut, ...] = ()
-    """The weights of which a rank of a tensor-parallel engine holds only a cut, at each of their places."""
+    """The cuts that a rank of a tensor-parallel engine holds, at each of their places."""
     converted: int
     """Number of these digests that were taken before vLLM converted the weight to the layout of its kernel."""
     unread: tuple[str, ...]
@@ -142,7 +142,7 @@ NOTHING_CAME = HeldWeights(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncProof:
-    """The digests of one sync."""
+    """The digests of one sync, from the trainers and from the engines."""
 
     sent: Sequence[SentWeights]
     """By training rank."""
@@ -151,10 +151,10 @@ class SyncProof:
     ranks: int = 1
     """Number of rollout ranks of an engine."""
     engines: Sequence[int] | None = None
-    """Numbers of the engines in ``held``, by which their rollout ranks are named; None: from 0."""
+    """Numbers of the engines in ``held``; None: from 0. Messages number the rollout ranks by them."""
 
     def differences(self) -> list[str]:
-        """Returns a sentence for each weight that an engine does not hold as sent. It names the engine's ranks."""
+        """Returns a sentence for each weight that an engine does not hold as sent, with the engine's ranks."""
         sent = {name: digest for one in self.sent for name, digest in one.digests.items()}
         return [
             f"{self._who(engine)}: {text}" for engine, held in enumerate(self.held) for text in held.differences(sent)
@@ -194,7 +194,7 @@ class ProvedSync:
 
     proof: SyncProof
     redone: int
-    """1 if it was found wrong once, and redone; else 0."""
+    """1 if the sync was wrong once and was redone; else 0."""
     seconds: float
     """Seconds that the digests took, including those of the wrong sync."""
 
@@ -228,7 +228,7 @@ class ProvedSyncs:
         before_redoing: Callable[[], object] = lambda: None,
         agree: Callable[[str], str] = lambda wrong: wrong,
     ) -> ProvedSync | None:
-        """Runs the next sync.
+        """Runs the next sync. Proves it if a proof is due.
 
         Args:
             sync: Syncs once. Called with True if the sync must be proved; then it returns the digests.

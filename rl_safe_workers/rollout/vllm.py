@@ -40,7 +40,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 _OF_SHARED: Mapping[str, Any] = {
     # Each rank of an engine is a process of ours and schedules the same requests in the same order.
     "distributed_executor_backend": "external_launcher",
-    # vLLM's own all-reduce maps memory of GPUs that a rank must see.
+    # vLLM's custom all-reduce maps memory of the other ranks' GPUs, so a rank would have to see those GPUs.
     "disable_custom_all_reduce": True,
 }
 """Further arguments of an engine that several ranks share."""
@@ -70,7 +70,7 @@ class VllmRollout:
         self._world = EngineWorld(rollout_rank, size=config.rollout.tensor_model_parallel_size)
         self._asleep: set[str] = set()
         self._lacks_weights = "the engine has not been built"
-        """The reason why the engine has no weights to generate with; empty if it has."""
+        """The reason why the engine has no weights to generate with; empty if it has weights."""
         self._owned: dict[str, int] = {}
         """Bytes of device memory by owner, while the engine is awake."""
 
@@ -125,7 +125,7 @@ class VllmRollout:
 
     def _build_shared(self, name: str) -> LLM:
         """Builds this rank's part of an engine that several ranks share; ``name`` is the engine's."""
-        # vLLM would take the rank from the environment. The default group exists, so nobody connects to the address.
+        # vLLM would take the rank from the environment. The default group exists, so no rank connects to the address.
         # vLLM's CPU backend names its shared memory after the text behind the last colon.
         ExecutorWithExternalLauncher._distributed_args = lambda _: (f"default_group:{name}", self._world.rank, 0)
         llm = self._build()
@@ -256,7 +256,7 @@ class VllmRollout:
 
         Returns:
             ``rollout.n`` consecutive samples for each prompt, in the order of the prompts. All ranks of an engine get
-            the same prompts, and only the first returns samples; the others return an empty list.
+            the same prompts. Only the first rank returns samples. The others return an empty list.
 
         Raises:
             DataError: If a prompt is too long.
@@ -274,7 +274,7 @@ class VllmRollout:
                     prompts.append({"prompt_token_ids": tokens})
                     params.append(self._sampling_params(step, first_prompt + i, j))
             outputs = self._llm.generate(prompts, params, use_tqdm=False)
-            # An update and a sync come before the next rollout, so neither weights nor cache must be kept.
+            # An update and a sync come before the next rollout, so neither the weights nor the cache are needed.
             self._sleep(level=2)
             return [] if self._world.rank else [self._to_sample(output) for output in outputs]
 
@@ -309,14 +309,14 @@ class VllmRollout:
         )
 
     def teardown(self) -> None:
-        """Leaves the joint group and frees the engine. Idempotent; also after a partial set-up."""
+        """Leaves the joint group and frees the engine. Idempotent. Works after a partial set-up, too."""
         with self.lifecycle.enter(Phase.TEARDOWN):
             llm = self.__dict__.pop("_llm", None)
             if llm is not None:
                 # vLLM 0.25 has no such method; the engine's own shutdown below does the same there.
                 if hasattr(llm, "shutdown_weight_transfer_engine"):
                     llm.shutdown_weight_transfer_engine()
-                # A sleeping engine of several ranks has communicators whose memory is unmapped. To free them would end
+                # A sleeping engine of several ranks has communicators whose memory is unmapped. Freeing them would end
                 # the process by SIGSEGV (vLLM 0.25.1, pynccl.py:162). So they stay until the process ends.
                 if not (self._asleep and self.config.rollout.tensor_model_parallel_size > 1):
                     llm.llm_engine.engine_core.shutdown()

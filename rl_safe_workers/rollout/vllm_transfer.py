@@ -1,6 +1,6 @@
 """Implements vLLM's side of the weight sync: a weight-transfer engine that receives over our joint group.
 
-It is registered with vLLM's own factory, so that vLLM runs it inside its update life cycle
+The engine is registered with vLLM's own factory, so vLLM runs it inside its update life cycle
 (``start_weight_update``, ``update_weights``, ``finish_weight_update``).
 """
 
@@ -75,7 +75,7 @@ class JointUpdateInfo(WeightTransferUpdateInfo):
 
 
 class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateInfo]):
-    """Receives flat buckets from the trainers. Loads them layer by layer, or by a plan when the plan is proven."""
+    """Receives flat buckets from the trainers. Loads them layer by layer, or by a proven plan."""
 
     init_info_cls = JointInitInfo
     update_info_cls = JointUpdateInfo
@@ -86,7 +86,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
     _sync_timeout = timedelta()
     """Longest wait for a bucket."""
     held: HeldWeights | None = None
-    """The weights that the model holds after the last update; None unless that was to be proved."""
+    """The weights that the model holds after the last update; None if that update was not to be proved."""
     _specs: Sequence[WeightSpec] = ()
     _read_back: ReadBack | None = None
     _reads: PartReads
@@ -94,11 +94,11 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
     _is_broken = False
     """True if an update by vLLM's loaders has failed before its end. Some layers then still wait for weights."""
     weight_loader: Callable[[Iterator[tuple[str, torch.Tensor]]], object] | None = None
-    """Loads whole weights in place of the model's ``load_weights``; None if nothing does."""
+    """Loads whole weights in place of the model's ``load_weights``; None to use ``load_weights``."""
 
     @cached_property
     def _loading(self) -> LearnedLoad:
-        """How the buckets get into the model. vLLM's base class makes the object, so there is no constructor here."""
+        """Decides how the buckets get into the model. Made at its first use: vLLM's base class has the constructor."""
         return LearnedLoad()
 
     @property
@@ -157,7 +157,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
 
         Raises:
             WeightSyncError: If this rank has not joined the joint group, a peer is gone, or weights come too late. This
-                rank then leaves the group, and also after any other error.
+                rank leaves the group after this and any other error.
         """
         if self._group is None:
             raise WeightSyncError("this rollout rank has not joined the joint group")
@@ -180,7 +180,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             raise
 
     def _receive_buckets(self, group: JointGroup | GpuPair) -> None:
-        """Starts to load all buckets. Keeps no reference to their memory, which may be the trainer's."""
+        """Receives all buckets and starts to load them. Keeps no reference to their memory: it may be the trainer's."""
         mine = self._rank.rank
         sizes = [parts[-1].end if group.has_all_parts else parts[mine].bucket.size_bytes for _, parts in self._buckets]
         buffers = group.buffers(max(sizes, default=0))
@@ -190,11 +190,11 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             buffer = buffers[number % len(buffers)][start : start + parts[mine].bucket.size_bytes]
             # The group uses this rank's part only.
             wait = group.broadcast(*[buffer] * len(parts), source=bucket.source)
-            # After the next broadcast has started, so that one bucket is loaded while the next one arrives.
+            # Load a bucket once the next broadcast has started. It is then loaded while the next one arrives.
             if arriving is not None:
                 self._load(*arriving)
             if self._read_back is not None and self.obstacle is None and number == len(self._buckets) // 2:
-                # The first bucket would wait for this, and so would the proof after the last one.
+                # Prepare half-way. Earlier, the first bucket would wait for this. Later, the proof would.
                 self._read_back.prepare()
             arriving = (number, buffer, wait)
         if arriving is not None:
@@ -236,7 +236,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
             return
         self._await_arrival()
         self._loading.note(number, buffer)
-        # vLLM keeps weights until their layer is complete, and this buffer is soon used again.
+        # Copy the weights: vLLM keeps them until their layer is complete, but this buffer is soon used again.
         bucket, parts = self._buckets[number]
         weights = whole_weights(bucket, parts[self._rank.rank], buffer, device=self.device)
         self._reads.watch(weights, parts[self._rank.rank])
@@ -249,8 +249,8 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
     def _await_arrival(self) -> None:
         """Waits until the current bucket has arrived.
 
-        The loaders launch thousands of copies. A CUDA stream that waits for a peer takes some 1,000 of them, and the
-        next launch would then wait without a deadline.
+        The loaders launch thousands of copies. A CUDA stream that waits for a peer queues some 1,000 of them. The next
+        launch would then block without a deadline.
         """
         if self.device.type == "cuda" and not wait_for_stream(self.device, self._sync_timeout):
             setting = timeout_setting(Phase.SYNC)
@@ -274,7 +274,7 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
     def finish_weight_update(self) -> None:
         """Converts the loaded weights to the layout of the kernels, and reads them back if they are to be proved.
 
-        After an update by the plan nothing is converted.
+        It converts nothing after an update by the plan.
         """
         if self.obstacle is not None:
             self._finish_loading()
@@ -291,9 +291,9 @@ class JointWeightTransferEngine(WeightTransferEngine[JointInitInfo, JointUpdateI
         self._loading.end(self.model.parameters())
 
     def _prepack_experts(self) -> None:
-        """Repacks expert weights, which vLLM's CPU backend does on the first load only.
+        """Repacks expert weights. vLLM's CPU backend itself does so on the first load only.
 
-        Without this, a reload leaves raw weights in packed storage and the model is silently wrong: log-probabilities
+        Without this, a reload leaves raw weights in packed storage. The model is then silently wrong: log-probabilities
         differ by 0.55 (vLLM 0.32, unquantized_fused_moe_method.py:191-205).
         """
         for name, module in self.model.named_modules():
@@ -341,7 +341,7 @@ def make_transfer_engine(
     device: torch.device,
     load: Callable[[Iterator[tuple[str, torch.Tensor]]], object],
 ) -> JointWeightTransferEngine:
-    """Makes an engine for a worker whose vLLM was not told to make one.
+    """Makes a transfer engine for a worker whose vLLM was not configured to make one.
 
     Args:
         vllm_config: The worker's configuration.

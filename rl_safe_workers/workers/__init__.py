@@ -1,4 +1,5 @@
-"""`SafeTrainer`, which holds the parts and the lifecycle of one training rank.
+"""Provides `SafeTrainer`, which holds the parts and the lifecycle of one training rank.
 
-A host calls its methods, or those that ``actor.py`` puts on the host's class. Each phase first calls every part.
+A host calls the methods of a `SafeTrainer`, or those that ``actor.py`` adds to the host's class. Each phase first calls
+every part.
 """

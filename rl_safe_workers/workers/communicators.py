@@ -1,4 +1,4 @@
-"""Makes a trainer's Megatron groups with limits, connects them early, and watches for allocations after that."""
+"""Creates a trainer's Megatron groups with limits, connects them early, and watches for later allocations."""
 
 from __future__ import annotations
 
@@ -123,8 +123,9 @@ class Communicators(Part):
 
         Raises:
             ConfigError: As `plan`, before any group is made.
-            CommunicatorError: Before any group is made: if the backend is unknown or lacks an op class that a group
-                will carry, or, on every rank, if one has too little free device memory for the groups; names that rank.
+            CommunicatorError: Before any group is made, if the backend is unknown or lacks an op class that a group
+                will carry. Also on every rank, if one has too little free device memory for the groups; names that
+                rank.
             PhaseTimeoutError: If a rank does not come within ``rl_safe.timeouts.groups``; names it.
         """
         plan = self.plan()
@@ -141,7 +142,7 @@ class Communicators(Part):
             self.rank.lifecycle.invalidate(Phase.BOOTSTRAP)
 
     def check_memory(self) -> None:
-        """Refuses the groups on every rank if one has no room for them. Collective over: the training world.
+        """Refuses the groups on every rank if one rank has no room for them. Collective over: the training world.
 
         Raises:
             CommunicatorError: On every rank, naming the first rank that has no room.
@@ -267,7 +268,7 @@ class Communicators(Part):
         """Watches the first training steps for collectives that take memory after the bootstrap.
 
         Raises:
-            CommunicatorError: If one does, and ``rl_safe.bootstrap.on_late`` is ``raise``.
+            CommunicatorError: If a collective does, and ``rl_safe.bootstrap.on_late`` is ``raise``.
         """
         settings = self.rank.rl_safe.bootstrap
         if phase not in _WATCHED:

@@ -58,18 +58,18 @@ class ConvertHost(MegatronHost, Protocol):
 
 
 class Conversions(Part):
-    """Converts with both of megatron-core's save flags off. No rollout rank takes part. A result is whole or absent."""
+    """Converts with both save flags of megatron-core off. No rollout rank takes part. A result is whole or absent."""
 
     def __init__(self, rank: TrainingRank, saves: CheckpointSaves) -> None:
-        """Needs the part whose saver writes the shards."""
+        """Stores the part whose saver writes the shards."""
         super().__init__(rank)
         self._saves = saves
 
     def convert_checkpoint(self, hf_dir: str | Path, out_dir: str | Path, *, overwrite: bool = False) -> Path:
         """Reads HF weights into the model, one by one, and saves only the model as Megatron's shards.
 
-        Collective over: the training world, in phase ``convert``. Afterwards the model and the optimizer's copies of
-        the parameters have the HF weights; the optimizer's moments stay. If ``out_dir`` already holds a complete
+        Collective over: the training world, in phase ``convert``. Afterwards, the model and the optimizer's copies of
+        the parameters have the HF weights. The optimizer's moments stay. If ``out_dir`` already holds a complete
         conversion of the same model in the same dtype, under any layout, nothing is read or written, and the model
         stays as it is. `load_model_weights` reads such a conversion. If two runs convert to one place, the second waits
         and then uses the result of the first.
@@ -77,7 +77,7 @@ class Conversions(Part):
         Args:
             hf_dir: A local HF directory that every trainer sees.
             out_dir: The directory to make, on storage that every trainer sees.
-            overwrite: Whether it may replace something else.
+            overwrite: Whether the conversion may replace something else.
 
         Returns:
             The conversion's path.
@@ -116,11 +116,11 @@ class Conversions(Part):
 
         Args:
             out_dir: The directory to make; training rank 0 sees it.
-            source: The HF directory that the model came from. Its configuration and tokenizer are copied, and the
-                weights of its MTP layers, which are not trained.
+            source: The HF directory that the model came from. Its configuration, its tokenizer and
+                the weights of its MTP layers are copied. MTP layers are not trained.
             dtype: The dtype of all weights; None for each weight's dtype in ``source``, or the model's if ``source``
                 does not have the weight.
-            max_shard_bytes: Most bytes of weights in a file.
+            max_shard_bytes: Largest size of the weights in a file, in bytes.
             overwrite: Whether ``out_dir`` may replace something.
 
         Returns:
@@ -166,7 +166,7 @@ class Conversions(Part):
 
     @contextmanager
     def _turn(self, final: Path, model: ConvertedModel, *, overwrite: bool) -> Iterator[bool]:
-        """Locks the place during the body, by rank 0 for all ranks. Yields True if the conversion is already there."""
+        """Locks the place during the body: rank 0 holds the lock for all ranks. Yields True if a conversion exists."""
         with ExitStack() as held:
 
             def decide() -> bool:

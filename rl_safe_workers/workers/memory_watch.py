@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 HOST, SHARED = "host memory", "/dev/shm of this machine"
 TENSORS, OUTSIDE = "tensors on the device", "device memory outside torch, such as communicators,"
-"""The owners. torch's cache does not count, because torch can release it."""
+"""Names of the owners of memory. torch's cache does not count, because torch can release it."""
 
 
 class MemoryWatch:
     """Watches the memory of one process, once in each step. Not collective."""
 
     def __init__(self, who: str, device: torch.device, *, first_here: bool) -> None:
-        """Looks at nothing yet.
+        """Reads no memory yet.
 
         Args:
             who: Names the process in warnings.
@@ -37,7 +37,7 @@ class MemoryWatch:
         self._who, self._device, self._first_here = who, device, first_here
         self._growth = MemoryGrowth()
         self._reading: Background[int | None] | None = None
-        """Reads the memory outside torch since the last step."""
+        """The read of the memory outside torch that the last step began; None if there is none."""
 
     @cached_property
     def _outside(self) -> Callable[[], int] | None:
@@ -51,8 +51,8 @@ class MemoryWatch:
     def step(self) -> None:
         """Reads the memory at the end of a step. Warns of an owner that grows in each step.
 
-        The memory outside torch is that of the step before: NVML took 2 to 9 ms on an H200 that two jobs shared, so it
-        is read while this process goes on.
+        The memory outside torch is that of the previous step. This process reads it in the background, because NVML
+        took 2 to 9 ms on an H200 that two jobs shared.
         """
         known = {
             HOST: own_bytes(),
@@ -64,7 +64,7 @@ class MemoryWatch:
             logger.warning("%s: %s", self._who, leak)
 
     def _outside_before(self) -> int | None:
-        """Returns the memory outside torch at the step before, if it is known, and begins to read it for this step."""
+        """Returns the memory outside torch at the previous step, if it is known. Begins to read it for this step."""
         read, reading = self._outside, self._reading
         if read is None or (reading is not None and not reading.is_done):
             return None
@@ -78,7 +78,7 @@ class MemoryWatch:
         return found
 
     def _read(self, outside: Callable[[], int]) -> int | None:
-        """Returns the memory outside torch. Returns None if torch's own has changed meanwhile: it is subtracted."""
+        """Returns the memory outside torch. Returns None if torch's own memory, which is subtracted, has changed."""
         before = reserved_bytes(self._device)
         found = outside()
         return found if reserved_bytes(self._device) == before else None

@@ -22,15 +22,15 @@ USES_STATE = frozenset({Phase.CONVERT, Phase.LOAD, Phase.LOGPROB, Phase.TRAIN, P
 
 
 _ALIGNMENT = 16
-"""Bytes; enough for any dtype, and for loads of four floats at once."""
+"""Alignment in bytes. It is enough for any dtype, and for loads of four floats at once."""
 
 
 class _HostCopy:
-    """Device tensors with room for their copies in pinned host memory, which is kept from cycle to cycle.
+    """Device tensors, and pinned host memory for their copies. The host memory is kept from cycle to cycle.
 
-    At first the tensors are scattered over many allocations. `give_back` makes them views of a single allocation. Later
-    cycles then copy and free that one, as long as the tensors are the same. To free thousands of allocations would cost
-    more than the copy.
+    At first, the tensors are scattered over many allocations. `give_back` makes them views of a single allocation.
+    Later cycles copy and free this allocation, as long as the tensors are the same. Freeing thousands of allocations
+    would cost more than the copy.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -46,7 +46,7 @@ class _HostCopy:
         """The single allocation behind the tensors, after `give_back`."""
 
     def holds(self, tensors: list[torch.Tensor]) -> bool:
-        """Returns True if these are the tensors for which it was made, with unchanged sizes."""
+        """Returns True if these are the tensors of this object, with unchanged sizes."""
         sizes = [size for _, size in self._places]
         return len(tensors) == len(sizes) and all(
             a is b and a.nbytes == size for a, b, size in zip(tensors, self.tensors, sizes, strict=True)
@@ -146,8 +146,8 @@ class Offloader(Part):
     def offload(self) -> int:
         """Frees device memory before a rollout. Collective over: the training world. Idempotent.
 
-        With ``releases_comms`` it also frees the communicators' memory. It suspends them if NCCL can do that. Else it
-        releases them, for which the world must have a backend of ``comms.releasable``. `onload` restores them.
+        With ``releases_comms`` it also frees the communicators' memory. It suspends them if NCCL can do that. Otherwise
+        it releases them. The world must then have a backend of ``comms.releasable``. `onload` restores them.
 
         Returns:
             Bytes of device memory freed on this rank.
@@ -167,18 +167,19 @@ class Offloader(Part):
     def release_comms(self, *, phase: Phase = Phase.OFFLOAD, missing_call: str = "onload()") -> int:
         """Suspends the communicators, or releases those of releasable groups. Collective over: the training world.
 
-        It is part of `offload`, within its phase, or of a host's own offload.
+        It is a step of `offload`, in the same phase, or of a host's own offload.
 
         Args:
             phase: The phase that this is part of.
-            missing_call: The call that makes the groups usable again, for the error of a caller that uses one before.
+            missing_call: The call that makes the groups usable again. The error of a caller that uses a group too early
+                names it.
 
         Returns:
             Bytes of device memory freed on this rank.
 
         Raises:
-            CommunicatorError: On every rank, if one failed; names it.
-            PhaseTimeoutError: If one does not come in time; names it.
+            CommunicatorError: On every rank, if a rank failed; names it.
+            PhaseTimeoutError: If a rank does not come in time; names it.
         """
         if self.suspends_comms:
             self._given_up_bytes = self._suspend_comms(phase)
@@ -206,7 +207,7 @@ class Offloader(Part):
         return before - probe() if probe is not None else 0
 
     def rebuild_comms(self, *, phase: Phase = Phase.ONLOAD) -> None:
-        """Restores the communicators. Collective over: the training world. Part of `onload`, within its phase.
+        """Restores the communicators. Collective over: the training world. A step of `onload`, in its phase.
 
         Args:
             phase: The phase that this is part of.
@@ -245,7 +246,7 @@ class Offloader(Part):
         if self.rank.megatron.optimizer_offload and self._host_optimizer is not None:
             freed += self._host_optimizer.release()
         if self.rank.device.type == "cuda":
-            # These workspaces of 32 MiB lie in large blocks. A single one keeps gigabytes from being freed.
+            # cuBLAS workspaces of 32 MiB lie in large blocks. A single one keeps gigabytes from being freed.
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
         return freed
@@ -253,7 +254,7 @@ class Offloader(Part):
     def _copy_optimizer(self) -> None:
         tensors = self._optimizer_tensors()
         if self._host_optimizer is None or not self._host_optimizer.holds(tensors):
-            self._host_optimizer = None  # before its memory is needed again
+            self._host_optimizer = None  # free the old copy before the new one takes memory
             self._host_optimizer = _HostCopy(tensors)
         self._host_optimizer.copy()
 

@@ -1,4 +1,4 @@
-"""The weights that a sync sends: every HF weight once, from a training rank that has it."""
+"""Packs the weights that a sync sends: every HF weight once, from a training rank that has it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ tensors of an item have one dtype, and the same shape except in the first dimens
 
 @dataclass(slots=True)
 class _Run:
-    """The weights of consecutive parameters that are copied by one call, or the weights that `make` builds."""
+    """The weights of consecutive parameters, which one call copies, or weights that `make` builds."""
 
     names: list[str]
     parameters: list[torch.Tensor]
@@ -43,7 +43,7 @@ class _Run:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """The parameters' addresses now. They change if memory is freed: torch then counts from address 0."""
+        """The parameters' current addresses. They change if memory is freed: torch then counts from address 0."""
         return tuple(map(torch.Tensor.data_ptr, self.parameters))
 
     def is_freed(self) -> bool:
@@ -68,7 +68,7 @@ class _Run:
 
 
 class _Counted:
-    """Items of weights, with the number of weights that were taken."""
+    """Iterates over items of weights, and counts the weights that were taken."""
 
     def __init__(self, items: Items) -> None:
         self._items, self._taken = items, 0
@@ -101,11 +101,12 @@ class Outgoing:
     The argument is the result of `adjacent_in`: only adjacent weights may share an item.
     """
     in_place: Callable[[Adjacent], Sequence[_Run]] = lambda _: ()
-    """Returns the items of ``weights`` that this rank sends and whose tensors are its parameters. Not collective."""
+    """Returns the items of ``weights`` that this rank sends straight out of its parameters. Not collective."""
     _prepared: dict[Hashable, tuple[Sequence[str], Callable[[], torch.Tensor]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """The weights of ``in_place`` and a function that takes their digests. Only the newest, by what it depends on."""
+    """Names of the weights of ``in_place``, and a function that takes their digests. Holds only the newest entry. Its
+    key is the adjacent pairs and the parameters' addresses."""
 
     @classmethod
     def of_all(cls, export: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> Outgoing:
@@ -156,7 +157,7 @@ class Outgoing:
         if len({spec.name for spec in specs}) < len(specs):
             raise WeightSyncError("two training ranks would send the same weight")
         source_of: dict[tuple[str, ...], int] = {(spec.name,): spec.source for spec in specs} if by_source else {}
-        # A parameter may have no weights. All ranks that take part in it then sort it among those of rank 0.
+        # A parameter may have no weights. All ranks that help to build it then sort it among the parameters of rank 0.
         in_order = sorted(own, key=lambda weight: (source_of.get(weight.names[:1], 0), weight.place))
         sent = {spec.name for spec in specs if spec.source == training_rank}
 
@@ -189,11 +190,11 @@ class Outgoing:
         """Takes the digests of all weights that this rank sends out of its parameters. Not collective.
 
         On a GPU, one launch takes them. Later syncs need no preparation while the parameters stay where they are. If
-        the kernel cannot read a parameter where it is, e.g. an odd number of bf16, each sync prepares anew and copies
-        it. Leaves out parameters whose memory is freed, or that are not as announced: `pack` refuses them.
+        the kernel cannot read a parameter in place, e.g. one of an odd number of bf16 elements, each sync prepares anew
+        and copies it. Leaves out parameters whose memory is freed, or that are not as announced: `pack` refuses them.
 
         Args:
-            digests: Takes the digests.
+            digests: Collects the digests.
             adjacent: As for ``weights``.
         """
         started_s = time.monotonic()
@@ -237,8 +238,7 @@ class Outgoing:
                 ``parts[-1].end`` if there are several parts.
             training_rank: This rank.
             parts: The parts of an engine's ranks, if there are several. Then each part is copied, one after another.
-            digests: Takes the digests of the weights that it does not have yet, on the bucket's source, before they are
-                copied.
+            digests: Collects the digests. The bucket's source adds the missing ones before it copies the weights.
 
         Raises:
             WeightSyncError: If a weight does not match its announcement.
@@ -287,7 +287,7 @@ class Outgoing:
 
     @staticmethod
     def _take(bucket: Bucket, number: int, weights: Items) -> tuple[Sequence[torch.Tensor], int]:
-        """Takes the next item. Returns it with the number of weights in it, of which the first is ``number``."""
+        """Takes the next item, which must begin with weight ``number``. Returns its tensors and its weight count."""
         spec = bucket.specs[number]
         item = next(weights, None)
         if item is None:
@@ -308,7 +308,7 @@ class Outgoing:
 def _hold_missing(
     digests: SentDigests, bucket: Bucket, first: int, items: Iterable[tuple[Sequence[torch.Tensor], int]]
 ) -> None:
-    """Holds consecutive weights for their digests, without those that have one.
+    """Holds the weights of some items that have no digest yet, to take their digests later.
 
     Args:
         digests: Takes the digests later.
@@ -330,7 +330,7 @@ def _hold_missing(
 
 
 def _runs_of(weights: Sequence[OwnWeight], adjacent: Adjacent) -> list[_Run]:
-    """Joins adjacent weights of one form to runs, such as one matrix of all experts of a layer."""
+    """Joins adjacent weights of one form into runs, such as one matrix of all experts of a layer."""
     found: list[_Run] = []
     for weight in weights:
         parameter = weight.parameter
@@ -358,7 +358,7 @@ def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _shape_of(tensors: Sequence[torch.Tensor], size_bytes: int) -> Sequence[int]:
-    """Returns the shape of tensors of ``size_bytes`` in all if they are joined along their first dimension."""
+    """Returns the shape of tensors joined along their first dimension. They have ``size_bytes`` together."""
     first = tensors[0]
     return first.shape if len(tensors) == 1 else (size_bytes * len(first) // first.nbytes, *first.shape[1:])
 
@@ -403,14 +403,14 @@ def _copy_parts(
     dense = [place.is_contiguous() and source.is_contiguous() for place, source in zip(places, sources, strict=True)]
     copy_each([*compress(places, dense)], [*compress(sources, dense)])
     for place, source, is_dense in zip(places, sources, dense, strict=True):
-        if not is_dense:  # a call with such a tensor would copy all of its tensors one by one
+        if not is_dense:  # with one such tensor, `copy_each` would copy all tensors one by one
             place.copy_(source)
 
 
 def _alike_in(
     block: torch.Tensor, bucket: Bucket, numbers: Sequence[int], parts: Sequence[BucketPart]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields consecutive weights of one shape and one cut as a tensor ``[weights, *shape]``, with the first's number.
+    """Yields runs of weights of one shape and one cut: the number of the first, and a tensor ``[weights, *shape]``.
 
     Args:
         block: Memory with the weights, one after another.

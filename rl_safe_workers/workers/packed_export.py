@@ -18,7 +18,7 @@ from rl_safe_workers.workers.outgoing import Outgoing
 
 
 class PackedExport:
-    """The weights of a model, each from a training rank that has it.
+    """Sends a model's weights to all training ranks, each weight from a rank that has it.
 
     Attributes:
         buckets: The buckets in the order of sending.
@@ -30,7 +30,7 @@ class PackedExport:
         Args:
             own: The weights that this rank helps to build.
             training_rank: This rank.
-            bucket_bytes: Most bytes of weights in a bucket; a larger weight has a bucket of its own.
+            bucket_bytes: Largest size of a bucket in bytes. A larger weight gets its own bucket.
 
         Raises:
             WeightSyncError: If two ranks would send the same weight.
@@ -41,7 +41,7 @@ class PackedExport:
         self._adjacent = adjacent_in(self.buckets)
 
     def tensors(self, device: torch.device, *, digests: SentDigests | None = None) -> Iterator[torch.Tensor]:
-        """Yields the memory of each bucket, uint8. Collective over: the training world, at each item.
+        """Yields the memory of each bucket: uint8, ``[size_bytes]``. Collective over: the training world, at each item.
 
         A bucket is in memory for as long as the caller keeps it. The next one has memory of its own.
 

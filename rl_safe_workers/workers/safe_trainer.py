@@ -97,7 +97,8 @@ class SafeTrainer(TrainingRank):
         self.conversions = Conversions(self, self.saves)
         self.offloader = Offloader(self, self.comms, releases_comms=releases_comms)
         self.memory = MemoryWatch(f"training rank {training_rank}", device, first_here=is_first_here(training_rank))
-        # A background save may need the bootstrap's result. The offloader comes last, to refuse only what then remains.
+        # A background save may need the bootstrap's result, so the saves come second. The offloader comes last, so that
+        # it refuses a phase only after the other parts have prepared for it.
         self.parts = (self.comms, self.saves, self.offloader)
         self._outcome: dict[int, str] | None = None
 
@@ -106,11 +107,11 @@ class SafeTrainer(TrainingRank):
         self.parts = (*self.parts, part)
 
     def teardown(self, failure: str | None = None) -> dict[int, str]:
-        """Exchanges outcomes, then destroys every group if all is well. Idempotent; also after a partial set-up.
+        """Exchanges outcomes, then destroys every group if all is well. Idempotent. Works after a partial set-up, too.
 
-        Collective over: the training world. If a rank failed, did not report in time, or does not arrive after that,
-        this rank aborts its groups: to destroy them, NCCL would wait for that rank. The process can exit after that. If
-        the ranks of a host's world have not met, this rank aborts its groups without an exchange.
+        Collective over: the training world. This rank aborts its groups if a rank failed, did not report in time, or
+        does not arrive after its report. NCCL would wait for that rank before it destroys them. After an abort, the
+        process can exit. If the ranks of a host's world have not met, this rank aborts its groups without an exchange.
 
         Args:
             failure: None if this rank is well, else its failure in one line.
@@ -136,9 +137,9 @@ class SafeTrainer(TrainingRank):
             return self._outcome
 
     def _end(self, failure: str | None) -> dict[int, str]:
-        """Ends everything as `teardown`, for the first time. If it raises, groups may be left."""
+        """Does the work of the first `teardown`. If it raises, some groups may still exist."""
         if not (self.has_world and self.has_control):
-            # The ranks have not met, so that there is nobody to tell.
+            # The ranks have not met, so this rank cannot tell the others.
             self.weights.leave(failed=True)
             if self.has_world:
                 abort_groups(self.world, timeout=_ABORT)

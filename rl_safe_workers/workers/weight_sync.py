@@ -31,9 +31,9 @@ from rl_safe_workers.worlds.training_rank import Part, TrainingRank
 
 _NOT_PROVED = SentWeights(digests={}, seconds=0.0)
 _SEND_SHARE, _SEND_SHARE_OF_PAIR, _FLUSH_SHARE = 0.8, 0.5, 0.8
-"""Shares of a sync's remaining time. The sends get the first one, or the second one if colocated. The flush gets the
-third one of what is left then. The waits end before the other trainers time out in the world's broadcasts. The rest is
-for the agreement."""
+"""Shares of a sync's remaining time. The sends get the first share, or the second if colocated. The flush gets the
+third share of the time left then. So the waits end before the other trainers time out in the world's broadcasts. The
+rest is for the agreement."""
 
 
 @runtime_checkable
@@ -43,7 +43,7 @@ class OwnWeightsHost(Protocol):
     def own_hf_weights(self) -> Sequence[OwnWeight] | None:
         """Lists the HF weights that this rank makes, alone or with its tensor-parallel peers.
 
-        Returns None if the host cannot tell which weights each rank has.
+        Returns None if the host cannot tell which weights each rank has. Collective over: the training world.
         """
         ...
 
@@ -146,7 +146,7 @@ class WeightSync(Part):
         """Describes all HF weights in the order of sending. Collective over: the training world.
 
         Call it once the model is built, and again after a rebuild. If the host has ``own_hf_weights``, like
-        `MegatronPolicy`, each weight is sent by a rank that holds it. Else ``export_hf_weights`` brings all weights to
+        `MegatronPolicy`, a rank that holds a weight sends it. Otherwise, ``export_hf_weights`` brings all weights to
         training rank 0, which sends them.
 
         Raises:
@@ -168,10 +168,11 @@ class WeightSync(Part):
         some trainers.
 
         Args:
-            bucket_bytes: Most bytes of weights in a bucket; a larger weight travels alone. Two buckets are in memory at
-                a time, three if colocated, and some 64 MiB of weights that tensor parallelism splits. A weight that an
-                engine does not cut is in a bucket once for each rank of the engine. For such engines, a copy of one
-                kind of weights of a layer, e.g. all gate matrices of its experts, is in memory, too.
+            bucket_bytes: Largest size of a bucket of whole weights, in bytes. A larger weight gets its own bucket. Two
+                buckets are in memory at a time, three if colocated, plus some 64 MiB of weights that tensor parallelism
+                splits. A bucket for a tensor-parallel engine has one copy of each uncut weight for each rank of the
+                engine. For such engines, a copy of one kind of weights of a layer, e.g. all gate matrices of its
+                experts, is in memory, too.
             prove: Whether to take digests of the weights, for ``sent``. Some 64 MiB of converted weights are then held
                 until they are digested.
 
@@ -226,7 +227,8 @@ class WeightSync(Part):
         """Sends all buckets; returns the failure, or None.
 
         Goes on if a bucket cannot be packed or sent, so that no other rank hangs. If the export itself raises, this
-        rank takes part in no further collective of the export. The other ranks wait in it until the phase's deadline.
+        rank takes part in no further collective of the export. The other ranks wait in the export until the phase's
+        deadline.
         """
         assert self._outgoing is not None, "send_weights has checked this"
         weights, group = self._outgoing.weights(adjacent), self.joint_group
@@ -266,14 +268,14 @@ class WeightSync(Part):
 
     @contextmanager
     def _exchanged(self, source: int, buffer: torch.Tensor) -> Iterator[None]:
-        """Broadcasts a bucket among trainers that share their GPUs with rollout ranks: each passes on all weights.
+        """Broadcasts a bucket among colocated trainers, because each of them passes on all weights.
 
-        Collective over: the training world. On a GPU, the body has a current stream of its own, which waits for the
-        bucket. So the next bucket can be packed meanwhile.
+        Collective over: the training world. On a GPU, the body runs on a stream of its own, which waits for the bucket.
+        The next bucket can be packed meanwhile.
 
-        The packing stream itself waits for the bucket in two cases. An export may have collectives: NCCL does not
-        promise that kernels of several communicators run at the same time. Or this rank has left the joint group: then
-        it no longer waits for a buffer to be read before it packs into that buffer again.
+        The packing stream itself waits for the bucket in two cases. First, if the export has collectives: NCCL does not
+        promise that kernels of several communicators run at the same time. Second, if this rank has left the joint
+        group: it then no longer waits for a buffer to be read before it packs into that buffer again.
         """
         if not self._colocated or self.rank.training_size == 1:
             yield
@@ -327,7 +329,7 @@ class WeightSync(Part):
     def _pass_on(self, source: int, parts: Sequence[torch.Tensor], *, ahead: int) -> Failure | None:
         """Starts to send a packed bucket to the rollout ranks, and waits until only ``ahead`` are under way.
 
-        So the next buffer is free, and buckets are packed while earlier ones are sent.
+        The next buffer is then free. Buckets are packed while earlier ones are sent.
         """
         try:
             assert self.joint_group is not None, "without it, `_send` has found a failure"
@@ -354,7 +356,7 @@ class WeightSync(Part):
         if failed:
             self.leave(failed=True)
             self._digests = None
-            # A rank that has failed names itself. The others name one that did not only wait for its peer.
+            # A rank that has failed names itself. The others prefer a rank whose failure is its own.
             first = min(failed, key=lambda rank: (failed[rank].foreign.is_about_others, rank))
             culprit = self.rank.training_rank if self.rank.training_rank in failed else first
             raise WeightSyncError(

@@ -32,7 +32,7 @@ class WorldEntry(Part):
     """
 
     def __init__(self, rank: TrainingRank, *, world_options: Callable[[], Any]) -> None:
-        """Joins nothing yet.
+        """Joins no world yet.
 
         Args:
             rank: This rank.
@@ -79,7 +79,7 @@ class WorldEntry(Part):
     def carve_world(self, address: StoreAddress, *, training_joint_ranks: Sequence[int]) -> None:
         """Makes the trainers' subgroup of the host's default group the default one: carved mode.
 
-        Collective over: the training ranks; rollout ranks are never waited for.
+        Collective over: the training ranks. It never waits for rollout ranks.
 
         Args:
             address: A store that every trainer reaches, such as the one under the host's default group, and a secret
@@ -113,10 +113,10 @@ class WorldEntry(Part):
         self.rank.control.barrier(Phase.WORLD, Deadline.after(self.rank.timeout(Phase.WORLD)))
 
     def adopt_world(self) -> None:
-        """Takes the default group as the training world: the host has made it, of trainers alone.
+        """Takes the host's default group, which must contain only trainers, as the training world.
 
-        Collective over: the default group, through its store, for the secret that signs the control plane's messages;
-        see `control.shared_secret`.
+        Collective over: the default group, through its store. The ranks agree on the secret that signs the control
+        plane's messages; see `control.shared_secret`.
 
         Raises:
             PhaseTimeoutError: If a rank does not come within the timeout of phase ``world``; names it.

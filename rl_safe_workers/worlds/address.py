@@ -15,4 +15,4 @@ class StoreAddress:
     host: str
     port: int
     secret: bytes = field(repr=False)
-    """The run's secret, 32 bytes. Whoever has it can forge any message. Keep it out of logs, errors and variables."""
+    """The run's secret, 32 bytes. With it, a process can forge messages. Keep it out of logs, errors and variables."""

@@ -1,8 +1,8 @@
-"""Keeps new connections away from the run's store while no process of the run has to connect.
+"""Keeps new connections away from the run's store while no process of the run needs to connect.
 
-torch's TCPStore has no password: anyone at its port may read and write every key. On the loopback interface that
-is every user of the machine. A run connects only in the phases ``world`` and ``joint``. At other times the port is
-shut: the kernel drops connection requests. Existing connections go on.
+torch's TCPStore has no password. Anyone who can connect to its port may read and write every key. On the loopback
+interface, every user of the machine can connect. A run connects only in the phases ``world`` and ``joint``. At
+other times, the port is shut: the kernel drops connection requests. Existing connections go on.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ class Door:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Opens the door for the body, and shuts it after a body that went well."""
+        """Opens the door for the body. Shuts it after the body, unless the body raises."""
         self.open()
         yield
         self.shut()
 
 
 def _connected_users(address: _Address, port: int) -> set[int]:
-    """Returns the users of this machine who have a socket connected to one of its addresses and ports."""
+    """Returns the ids of this machine's users who have a socket connected to an address and port."""
     users = set()
     for name in ("tcp", "tcp6"):
         table = Path("/proc/net") / name

@@ -1,6 +1,6 @@
-"""The world of one vLLM engine: the default process group of the rollout ranks that share it, and of nobody else.
+"""The world of one vLLM engine: the default process group of the rollout ranks that share it, and of no other rank.
 
-vLLM makes its own groups out of the default one. So the default group of a rollout rank holds no trainer.
+vLLM makes its own groups out of the default group. So the default group of a rollout rank contains no trainer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class EngineWorld:
     """A rollout rank's place in the world of its engine."""
 
     def __init__(self, rollout_rank: int, *, size: int) -> None:
-        """Joins nothing yet.
+        """Joins no world yet.
 
         Args:
             rollout_rank: This rank. Consecutive ranks share an engine.
@@ -40,7 +40,7 @@ class EngineWorld:
 
     @staticmethod
     def name(address: StoreAddress) -> str:
-        """Returns a name of the engine that no other one on this machine has, now or later. It tells no secret."""
+        """Returns a name that no other engine on this machine ever has. The name does not reveal the secret."""
         return f"rl_safe_{hashlib.sha256(b'engine' + address.secret).hexdigest()[:16]}"
 
     @property
@@ -64,7 +64,7 @@ class EngineWorld:
     def entered(self, address: StoreAddress, *, timeout: timedelta) -> Iterator[None]:
         """Makes the world, and lets the body build the engine in it. Collective over: the ranks of the engine.
 
-        Nobody else can connect to the store after the body.
+        After the body, a store on the loopback interface accepts no new connection.
 
         Args:
             address: Address of the engine's store.

@@ -42,7 +42,7 @@ _HANDLE_KEYS = ("handle", "size", "offset", "counter", "counter_offset", "event"
 """The fields of ``UntypedStorage._share_cuda_`` after the device, seen in torch 2.11 to 2.13. Each rank uses a device
 index of its own."""
 _COUNTER_FILE = re.compile(rb"/torch_\d+_\d+_\d+")
-"""Name in shared memory of torch's reference counters (CudaIPCTypes.cpp). No other file may be opened as such."""
+"""Name in shared memory of torch's reference counters (CudaIPCTypes.cpp). No other file may be opened as one."""
 _COUNTERS = 10_000
 """Number of counters in such a file (CUDA_IPC_REF_COUNTER_FILE_SIZE in CudaIPCTypes.h)."""
 _LONGEST_HANDLE = 4096
@@ -66,11 +66,11 @@ class GpuPair:
         sync_timeout: timedelta | None = None,
         parts: int = 1,
     ) -> None:
-        """Joins. Collective over: all ranks of ``control``.
+        """Joins the pair. Collective over: all ranks of ``control``.
 
         Args:
-            control: This process's place in the world `joint_group.joint_world`: trainers first, then rollout ranks,
-                which are paired in order.
+            control: This process's place in the world `joint_group.joint_world`. Trainers come first, then rollout
+                ranks. Both are paired in order.
             generation: Counts rebuilds; each uses store keys of its own.
             timeout: Longest wait for the others.
             device: The GPU.
@@ -94,9 +94,10 @@ class GpuPair:
         self._channel = _joined(control, mailbox, deadline, listens=self.sends)
         self._turn, self._deadline = 0, Deadline.after(math.inf)
         self._untold = deque[tuple[int, Callable[[], None]]]()
-        """On the trainer, the last turns that the rollout rank does not know of, each with a wait for its buffer."""
+        """On the trainer, the last turns that the rollout rank does not know of. Each has a function that waits until
+        its buffer is filled."""
         self._unread: list[int] = []
-        """The last turns, which the rollout rank has not confirmed yet."""
+        """The turns that the rollout rank has not confirmed yet, the oldest first."""
         self._is_open = True
         self._shared: torch.Tensor | None = None
         """The memory of all buffers in this sync."""
@@ -121,7 +122,7 @@ class GpuPair:
             `BUFFERS` buffers, ``[size_bytes]`` of uint8. Broadcasts must use them in turn, from their beginning.
 
         Raises:
-            RuntimeError: On the trainer, if there is no room. It is torch's own.
+            RuntimeError: On the trainer, if there is no room. It is torch's own error.
             WeightSyncError: If the memory cannot be shared, or the other side does not come.
         """
         shared = self._allocate(BUFFERS * size_bytes) if self.sends else None
@@ -145,7 +146,7 @@ class GpuPair:
     def broadcast(self, *parts: torch.Tensor, source: int) -> Callable[[], None]:
         """Passes a buffer from the trainer to its rollout rank. Collective over: the pair.
 
-        The trainer waits for its GPU one call later, so that its GPU need not wait for the trainer's next call.
+        The trainer waits for its GPU one call later. So its GPU does not idle until the trainer's next call.
 
         Args:
             parts: The next of `buffers`, or consecutive parts from its beginning. The trainer's current stream fills
@@ -177,7 +178,7 @@ class GpuPair:
 
     def _await_trainer(self, turn: int) -> None:
         with self._working():
-            # The trainer may wait for these before it tells of this turn.
+            # The trainer may wait for these confirmations before it announces this turn.
             self._confirm(behind=sum(each >= turn for each in self._unread))
             self._receive(f"filled/{turn}")
 
@@ -202,14 +203,14 @@ class GpuPair:
         return Deadline.after(min(timeout or self._timeout, self._deadline.remaining()))
 
     def _tell(self, *, behind: int) -> None:
-        """Waits until buffers are filled, and tells the rollout rank: of all but the last ``behind``."""
+        """Waits until all but the last ``behind`` buffers are filled, and tells the rollout rank."""
         while len(self._untold) > behind:
             turn, wait = self._untold.popleft()
             wait()
             self._send(f"filled/{turn}")
 
     def _take_confirmations(self, *, up_to: int, timeout: timedelta | None = None) -> None:
-        """Waits until the rollout rank has loaded all turns up to one."""
+        """Waits until the rollout rank has loaded all turns up to ``up_to``."""
         while self._unread and self._unread[0] <= up_to:
             if self._untold and self._untold[0][0] <= self._unread[0]:
                 self._tell(behind=0)
@@ -233,6 +234,8 @@ class GpuPair:
     def flush(self, timeout: timedelta | None = None) -> None:
         """Waits until the rollout rank has loaded everything that was passed so far. Drops the shared memory.
 
+        Collective over: the pair.
+
         Args:
             timeout: Longest wait for each of at most `BUFFERS` turns; None for ``sync_timeout``. The `limit` also
                 applies.
@@ -248,7 +251,7 @@ class GpuPair:
             else:
                 if self._device.type == "cuda":
                     torch.cuda.current_stream(self._device).synchronize()
-                # Before the trainer frees the memory: torch keeps it as long as another process has it.
+                # Drop it before the trainer frees the memory: torch keeps memory that another process has mapped.
                 self._shared = None
                 self._confirm(behind=0)
 
@@ -306,7 +309,7 @@ def map_memory(described: bytes, *, size_bytes: int, device: torch.device) -> to
     The text is data: nothing in it names a function, and every field is checked before CUDA sees it.
 
     Args:
-        described: Text of `describe_memory`.
+        described: The text that `describe_memory` returned.
         size_bytes: Size that the memory must have.
         device: The GPU.
 
@@ -314,8 +317,8 @@ def map_memory(described: bytes, *, size_bytes: int, device: torch.device) -> to
         The memory, ``[size_bytes]``, uint8.
 
     Raises:
-        WeightSyncError: If the text is not of `describe_memory`, or describes other memory.
-        RuntimeError: If CUDA does not map it.
+        WeightSyncError: If the text is not from `describe_memory`, or describes other memory.
+        RuntimeError: If CUDA cannot map the memory.
     """
     try:
         handle, size, offset, counter, counter_offset, event = _handle_fields(described)
@@ -329,7 +332,7 @@ def map_memory(described: bytes, *, size_bytes: int, device: torch.device) -> to
             f"({type(error).__name__}: {printable(str(error))[:200]})"
         ) from None
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    # Without its event, which torch would open in each sync and never close: the memory has not been written yet.
+    # Ignore the event: torch would open it in each sync and never close it. The memory has not been written yet.
     storage = torch.UntypedStorage._new_shared_cuda(
         device.index or 0, handle, size, offset, counter, counter_offset, event, False
     )
@@ -350,7 +353,7 @@ def _handle_fields(described: bytes) -> tuple[bytes, int, int, bytes, int, bytes
 
 
 def _filled(tensor: torch.Tensor) -> Callable[[], None]:
-    """Returns a function that waits until the current stream has done all its work so far on a tensor's GPU."""
+    """Returns a function that waits for all work so far on the current stream of a tensor's GPU."""
     if not tensor.is_cuda:
         return lambda: None
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The joint group: trainers and rollout ranks, for weight sync, beside every default group.
+"""The joint group of trainers and rollout ranks. It carries weight syncs, and exists beside every default group.
 
 It is a bare process group on its own store prefix. It has no name from torch's counter and is not registered with
 ``torch.distributed``, so code that uses default groups cannot reach it.
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _POLL_S, _ABORT_S = 1e-4, 10.0
 _PREFIX, _WORLD = "joint", "joint group"
 CONNECT_SHARE = 0.8
-"""Share of the time to join in which a rank connects. The rest is for the outcomes."""
+"""Share of the time to join in which a rank connects. The rest is for the exchange of outcomes."""
 _SYNC_SHARE = 0.8
 """Share of ``sync_timeout`` that a wait may take. It ends before a collective behind it times out."""
 LATE = "did not connect in time"
@@ -47,24 +47,24 @@ _AHEAD = 2
 """The largest number of unfinished broadcasts of each part on a GPU. A CUDA stream takes some 1,000 launches. With
 more, the launch itself would wait, without a deadline."""
 _CTAS = 64
-"""The largest number of multiprocessors that all communicators of a rank use together, about half of an H100. They run
-at the same time. If they did not fit onto the GPU together, each could wait for another one's peer."""
+"""The largest number of multiprocessors that all communicators of a rank use together, about half of an H100. The
+communicators run at the same time. If they did not fit onto the GPU together, each could wait for another's peer."""
 
 
 def compare_outcomes(operation: Operation, failure: Failure | None, deadline: Deadline) -> None:
     """Raises on every joint rank if one has not connected. Collective over: the joint ranks, through the store.
 
-    A rank that leaves closes its connections. gloo then fails on ranks that still connect. So no rank leaves, and none
-    goes on, before all have said how it went.
+    A rank that leaves closes its connections. gloo then fails on ranks that still connect. So no rank leaves or
+    goes on before all ranks have reported their outcomes.
 
     Args:
-        operation: An operation that all of them have begun.
+        operation: An operation that all joint ranks have begun.
         failure: This rank's failure to connect, with the text `LATE` if it only waited for others; None if it has
             connected.
         deadline: Longest wait for the others.
 
     Raises:
-        PhaseTimeoutError: If ranks do not say how it went; names them.
+        PhaseTimeoutError: If ranks do not report in time; names them.
         WeightSyncError: If a rank has not connected; names it.
     """
     told = operation.exchange("told", "" if failure is None else failure.text, deadline)
@@ -148,7 +148,7 @@ class JointGroup:
         sync_timeout: timedelta | None = None,
         parts: int = 1,
     ) -> None:
-        """Joins. Collective over: all ranks of ``control``. Blocks until each has connected or has failed to.
+        """Joins the group. Collective over: all ranks of ``control``. Blocks until each rank has connected or failed.
 
         Args:
             control: This process's place in the world `joint_world` of trainers and rollout ranks.
@@ -169,11 +169,11 @@ class JointGroup:
         control.barrier(Phase.JOINT, deadline)
         # Use a connection of its own: NCCL waits in it for peers without end, and blocks it for all others.
         prefix = PrefixStore(f"{_PREFIX}/{generation}", own_connection(control.store))
-        # The stubs leave out what it inherits from Backend.
+        # The values are Any, because the type stubs leave out what a group inherits from Backend.
         self._groups: dict[int, Any] = {}
         """The communicators of this rank, by part; empty if the group is closed."""
         self._works: deque[Any] = deque()
-        """Broadcasts for which nobody has waited. Each keeps the connections open, so keep no reference elsewhere."""
+        """Broadcasts that no call has awaited yet. Each keeps the connections open, so keep no reference elsewhere."""
         self._started = 0
         self._under_way: deque[Any] = deque()
         """On a GPU, the broadcasts that may not have ended. The current stream waits for them."""
@@ -186,7 +186,7 @@ class JointGroup:
             raise
 
     def _connect(self, store: Store, members: Sequence[Sequence[int]], deadline: Deadline) -> Failure | None:
-        """Returns what failed, not the exception: its traceback would keep the group."""
+        """Connects this rank's parts; returns the failure, or None. An exception's traceback would keep the group."""
 
         def connect() -> None:
             for part, ranks in enumerate(members):
@@ -211,8 +211,8 @@ class JointGroup:
             self._groups[part] = group = dist.ProcessGroupGloo(store, rank, size, deadline.remaining())
             group._set_default_timeout(self._sync_timeout)
             return
-        # A copy into or out of the other buffer becomes ready together with a broadcast. Without priority it takes all
-        # multiprocessors first, and the broadcast waits 0.1 to 0.17 ms for it (traced on an H100).
+        # A copy into or out of the other buffer becomes ready together with a broadcast. Without this priority, the
+        # copy takes all multiprocessors first. The broadcast then waits 0.1 to 0.17 ms for it (traced on an H100).
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         if parts > 1:
             options.config.max_ctas = max(1, _CTAS // parts)
@@ -309,14 +309,14 @@ class JointGroup:
         return WeightSyncError(text, foreign=failure.foreign)
 
     def flush(self, timeout: timedelta | None = None) -> None:
-        """Waits until everything broadcast so far has arrived. Collective over: the joint group.
+        """Waits on a GPU until everything broadcast so far has arrived. Collective over: the joint group.
 
         Args:
             timeout: Longest wait; None for most of ``sync_timeout``. The wait then ends before a collective of the
                 training world, queued behind these broadcasts on the same stream, times out.
 
         Raises:
-            WeightSyncError: If it takes longer, e.g. because a peer is gone, which NCCL does not notice. The group is
+            WeightSyncError: If it takes longer, e.g. because a peer is gone. NCCL does not notice that. The group is
                 then closed.
         """
         self._check_open()
@@ -346,7 +346,8 @@ class JointGroup:
         self._works.clear()
         self._under_way.clear()
         if self._device.type == "cuda":
-            # At the same time: an abort may wait for a kernel that waits for another communicator (pytorch#119797).
+            # Abort all groups at once: an abort may wait for a kernel that waits for another communicator
+            # (pytorch#119797).
             aborts = [Background(group.abort, name="aborting a joint group") for group in groups.values()]
             deadline = Deadline.after(_ABORT_S)
             for abort in aborts:
@@ -394,7 +395,7 @@ def _failure(error: Exception) -> Failure:
 
 
 def wait_for_stream(device: torch.device, timeout: timedelta) -> bool:
-    """Waits for the queue of a GPU's current stream; returns True if it ended in time.
+    """Waits for the work on a GPU's current stream; returns True if the work ended in time.
 
     Raises RuntimeError if the device has failed. It polls, because torch's own waits have no deadline.
     """

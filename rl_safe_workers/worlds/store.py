@@ -28,7 +28,7 @@ def serve_store(host: str, *, timeout: timedelta) -> tuple[TCPStore, StoreAddres
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     door = Door(listener.dup())
-    # The store takes over the descriptor, so it must not be closed with the Python socket.
+    # The store takes over the descriptor, so the Python socket must not close it.
     store = TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
     )
@@ -39,7 +39,7 @@ def connect_store(address: StoreAddress, *, timeout: timedelta) -> TCPStore:
     """Connects to the store of another process.
 
     Args:
-        address: Where it listens.
+        address: Where the store listens.
         timeout: Longest wait for the connection, and how long ``get`` and ``wait`` block by default.
 
     Raises:

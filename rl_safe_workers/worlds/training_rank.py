@@ -1,4 +1,4 @@
-"""One rank of the training world: who it is, its settings, its phases with deadlines, and the parts that guard them."""
+"""One rank of the training world: its place, its settings, its phases with deadlines, and the parts that guard them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ class MegatronHost(Protocol):
     """Megatron's DistributedOptimizer, or a chain of them."""
 
     def export_hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields every HF weight, whole, on every rank, in the same order. Collective at each item."""
+        """Yields every HF weight, whole, on every rank, in the same order.
+
+        Collective over: the training world, at each item.
+        """
         ...
 
 
@@ -129,7 +132,7 @@ class TrainingRank:
 
     @property
     def has_control(self) -> bool:
-        """True if this rank has taken its place among the trainers, so that it can tell them something."""
+        """True if this rank has taken its place among the trainers. It can then exchange messages with them."""
         return self._control is not None
 
     @property
@@ -186,7 +189,7 @@ class TrainingRank:
         return timedelta(seconds=getattr(self.rl_safe.timeouts, phase.value))
 
     def remaining(self) -> timedelta:
-        """Returns the time left in the current phase, at least a tenth of a second: several waits share a deadline."""
+        """Returns the time left in the current phase, at least 0.1 s, because several waits share a deadline."""
         return self.deadline.remaining()
 
     def before(self, phase: Phase) -> None:

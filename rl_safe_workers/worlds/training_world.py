@@ -1,7 +1,7 @@
 """The training world: the default process group of every rank that holds Megatron state, and of no other rank.
 
-Megatron and torch's checkpoint code use the default group freely (planning, barriers, parameter-group exchange),
-so the only way to keep their collectives away from rollout ranks is that the default group *is* the training world:
+Megatron and torch's checkpoint code use the default group freely (planning, barriers, parameter-group exchange). Their
+collectives stay away from rollout ranks only if the default group *is* the training world. There are two modes:
 
 - isolated mode: `init_training_world` creates the default group from trainers alone;
 - carved mode: the host's default group already holds rollout ranks, and `carve_training_world` makes the training
@@ -55,16 +55,16 @@ def init_training_world(
     """Creates the training world as the default group. Collective over: all trainers.
 
     It does not bind a ``device_id``. With one, the default group connects eagerly, and every later group is a split of
-    it, in which all of its ranks must take part (NeMo RL 3189).
+    it. All ranks of the default group must take part in a split (NeMo RL 3189).
 
     Args:
-        store: The run's store. The group's keys have the prefix ``train``. It uses a connection of its own, because
-            NCCL waits in it for peers without end and blocks it for all others.
+        store: The run's store. The group's keys have the prefix ``train``. The group uses a connection of its own,
+            because NCCL waits in the connection for peers without end and blocks it for all others.
         training_rank: This process's rank.
         size: Number of trainers.
         backend: ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
         timeout: Longest wait of one collective of the default group.
-        options: The backend's, such as ``ProcessGroupNCCL.Options``; None for its own.
+        options: The backend's options, such as ``ProcessGroupNCCL.Options``; None for its defaults.
 
     Raises:
         CommunicatorError: If the process already has a default group.
@@ -91,16 +91,16 @@ def carve_training_world(
 ) -> TrainingWorld:
     """Makes the trainers' subgroup the default group of this process, permanently.
 
-    Collective over: the training ranks only. Rollout ranks must not call it and are never waited for. Call it
-    before anything of Megatron is initialised, and create no other counter-named group on the host's store while
-    the training world lives, on either side: torch names groups by a per-process counter, and two groups with
-    one name on one store mix their traffic.
+    Collective over: the training ranks only. Rollout ranks must not call it. It never waits for them. Call it
+    before anything of Megatron is initialised. While the training world lives, create no other counter-named group on
+    the host's store, neither on training ranks nor on rollout ranks. torch names groups by a per-process counter, and
+    two groups with one name on one store mix their traffic.
 
     Args:
-        training_joint_ranks: Ranks of the trainers in the host's default group, ascending: torch numbers the
-            members of a new group in that order, whichever order it is given.
+        training_joint_ranks: Ranks of the trainers in the host's default group, ascending. torch numbers the
+            members of a new group in that order, whatever order it is given.
         timeout: Longest wait of one collective of the training world.
-        options: The backend's, such as ``ProcessGroupNCCL.Options``; None for its own.
+        options: The backend's options, such as ``ProcessGroupNCCL.Options``; None for its defaults.
 
     Raises:
         CommunicatorError: If there is no default group, this process is not among the ranks, the ranks are not
@@ -140,7 +140,7 @@ def carve_training_world(
 
 
 def set_group_timeouts(timeout: timedelta) -> None:
-    """Bounds every later collective of the training world's groups. Not collective; microseconds.
+    """Bounds every later collective of the training world's groups. Not collective. Takes microseconds.
 
     A group keeps the timeout of its creation, and does not inherit that of its parent. Without this call, a collective
     of a one-minute phase could wait as long as the longest phase may take.

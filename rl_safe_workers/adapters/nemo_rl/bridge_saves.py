@@ -1,4 +1,4 @@
-"""Finalises a background save under Megatron-Bridge, which has a barrier in the middle of its last part."""
+"""Finalises a background save under Megatron-Bridge. The last part of Bridge's save contains a barrier."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BridgeSaves(PendingShards):
         """Runs the last part of Bridge's save on every rank. Collective over: the training world, by the store.
 
         Bridge writes its own files, waits in a barrier on the default group (training/checkpointing.py:1516), and goes
-        on. An agreement over the store replaces that barrier, so that the ranks learn of a rank that cannot write.
+        on. An agreement over the store replaces that barrier. So the ranks learn of a rank that cannot write.
 
         Raises:
             CheckpointError: On every rank, if a rank cannot write.

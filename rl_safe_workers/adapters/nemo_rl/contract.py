@@ -437,7 +437,7 @@ PROOF_NAMES: tuple[HostName, ...] = (
         why="options of the actor",
     ),
 )
-"""The additional names that a proof of refits needs, and also a refit over our joint group."""
+"""The additional names that proofs of refits and refits over our joint group need."""
 JOINT_NAMES: tuple[HostName, ...] = (
     HostName(
         file=f"{_VLLM_FILES}/vllm_backend.py",

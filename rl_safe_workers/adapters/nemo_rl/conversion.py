@@ -2,7 +2,7 @@
 
 NeMo RL takes a conversion for finished if the folder ``iter_0000000`` exists (models/megatron/setup.py:579). But a run
 that was killed during the save also leaves this folder behind. Here the import writes to a directory with a temporary
-name. It gets its final name once every rank has written. An unfinished import is repeated.
+name. The directory gets its final name once every rank has written. The next run repeats an unfinished import.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def convert(
                 _check_is_import(final)
                 logger.warning("%s is %s: converting anew", final, "replaced" if force else "not complete")
             start_pending(final, what="an import of HF weights")
-            # Only rank 0 removes it, because rank 0 has made it.
+            # Only rank 0 removes the directory, because rank 0 has made it.
             stack.enter_context(removed_on_failure(pending, what="the conversion"))
             return True
 

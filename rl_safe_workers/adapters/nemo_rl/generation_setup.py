@@ -1,6 +1,6 @@
 """Checks in the driver that our generation workers suit a run, and swaps them in.
 
-They read weights back for a proof, and receive refits over our joint group.
+These workers read weights back for a proof, and receive refits over our joint group.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _APART = ("colocated.enabled", lambda value: not value, "it needs engines on GPU
 
 
 def own_refits(settings: NemoRlSettings) -> tuple[str, str] | None:
-    """Returns the setting that needs our generation workers, and the value without them; None if no setting does."""
+    """Returns the setting that needs our generation workers, and one that does not; None if no setting needs them."""
     if settings.refit_transport == "joint":
         return f"{NODE}.refit_transport=joint", f"{NODE}.refit_transport=host"
     if settings.prove_sync_freq >= 0:
@@ -78,7 +78,7 @@ def safe_builder(builder: Callable[..., Any], *, setting: str, remedy: str) -> C
     Args:
         builder: NeMo RL's ``RayWorkerBuilder``.
         setting: The setting that needs our workers, for errors.
-        remedy: Its value without them.
+        remedy: The same setting with a value that does not need our workers, for errors.
     """
 
     def build(worker: str, *args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,7 @@ class SafeGenerationWorkerImpl(VllmGenerationWorkerImpl):
         self.llm.collective_rpc("rl_safe_leave")
 
     def rl_safe_prove(self) -> str | None:
-        """Calls `ProvedWorker.rl_safe_prove` on vLLM's workers. Returns the first reason, if any."""
+        """Calls `ProvedWorker.rl_safe_prove` on vLLM's workers. Returns the first reason against a proof, if any."""
         return next(filter(None, self.llm.collective_rpc("rl_safe_prove")), None)
 
     def rl_safe_held(self) -> HeldWeights | None:
@@ -60,7 +60,7 @@ class SafeAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
         await self.llm.collective_rpc("rl_safe_leave")
 
     async def rl_safe_prove(self) -> str | None:
-        """Calls `ProvedWorker.rl_safe_prove` on vLLM's workers. Returns the first reason, if any."""
+        """Calls `ProvedWorker.rl_safe_prove` on vLLM's workers. Returns the first reason against a proof, if any."""
         return next(filter(None, await self.llm.collective_rpc("rl_safe_prove")), None)
 
     async def rl_safe_held(self) -> HeldWeights | None:

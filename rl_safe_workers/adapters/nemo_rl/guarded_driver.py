@@ -43,13 +43,13 @@ ROLLOUTS = (
 MAKES_SYNC = "create_weight_synchronizer"
 """Function of newer versions that makes the object that refits the rollout."""
 _ANSWER_S = 2.0
-"""Seconds that a trainer's answer may take, after an abort too."""
+"""Seconds that the driver adds to the trainers' own deadlines, so that their answers arrive."""
 GENERATIONS = ("VllmGeneration", "TrtllmGeneration", "SGLangGeneration", "MegatronGeneration", "DynamoGeneration")
 """Classes of NeMo RL's generation objects, by their names in the module of ``setup``. Older versions have fewer."""
 JOINS = ("init_collective", "init_collective_mcore_generation")
 """Methods of NeMo RL's ``Policy`` that return Ray references to the trainers' part in joining the rollout."""
 PREPARES = "prepare_refit_info"
-"""Method of both of NeMo RL's objects that waits until the workers know the weights of a refit."""
+"""Method of NeMo RL's policy and generation object. It waits until the workers know the weights of a refit."""
 ENGINE_CALLS = (
     *("prepare_refit_info", "prepare_for_generation", "finish_generation", "invalidate_kv_cache"),
     *("snapshot_step_metrics", "get_step_metrics", "clear_logger_metrics", "get_logger_metrics"),
@@ -123,7 +123,7 @@ class GuardedDriver:
         prove_sync_freq: int = -1,
         joins: bool = False,
     ) -> None:
-        """Guards nothing yet.
+        """Stores its arguments. `guard_setup` and `guard_loops` begin to guard.
 
         Args:
             timeouts: The deadlines.
@@ -216,7 +216,7 @@ class GuardedDriver:
             owner.shutdown()
 
     def making(self, factory: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the factory of the policy, so that a worker that dies or hangs before ``setup`` returns is found."""
+        """Wraps the factory of the policy, to find a worker that dies or hangs before ``setup`` returns."""
 
         def make(*args: Any, **kwargs: Any) -> Any:
             self.policy = factory(*args, **kwargs)
@@ -273,7 +273,7 @@ class GuardedDriver:
         """Makes the trainers end their groups together. NeMo RL would silently kill a trainer that does not.
 
         Raises:
-            RunError: If they have not ended them in time; names the ranks.
+            RunError: If trainers have not ended their groups in time; names the ranks.
         """
         trainers = getattr(self.policy, "worker_group", None)
         if trainers is None or not trainers.workers:
@@ -502,7 +502,7 @@ class GuardedDriver:
 
 
 def _joining_nothing(stock: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Replaces a method that starts to join NeMo RL's communicator, and returns Ray references."""
+    """Replaces a method that starts joining NeMo RL's communicator. Joins nothing and returns no Ray references."""
 
     @functools.wraps(stock)
     def join(*args: Any, **kwargs: Any) -> list[Any]:

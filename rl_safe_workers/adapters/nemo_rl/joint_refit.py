@@ -52,7 +52,10 @@ class _RefitHost:
 
     @torch.no_grad()
     def own_hf_weights(self) -> list[OwnWeight] | None:
-        """Returns the weights that this rank builds; None if `export_hf_weights` is needed. Collective, as above."""
+        """Returns the weights that this rank builds; None if `export_hf_weights` is needed.
+
+        Collective over: the training world.
+        """
         worker = self._worker
         found = own_weights_of_tasks(
             worker.megatron_bridge, self.chunks, worker.refit_conversion_tasks, self._announced
@@ -118,7 +121,7 @@ class JointRefit:
         Args:
             address: Address of the joint world's store.
             rollout_ranks: Rollout ranks in the group, ascending.
-            engine: Arguments of `cuts.engine_ranks` for each engine.
+            engine: Arguments of `cuts.engine_ranks`, the same for each engine.
 
         Raises:
             PhaseTimeoutError: If some rank does not arrive in time; names it.

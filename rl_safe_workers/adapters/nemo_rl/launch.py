@@ -185,8 +185,8 @@ def safe_setup(
 
     Args:
         setup: NeMo RL's function.
-        ends: Must be closed when the run ends. It releases the folder and ends the workers. In NeMo RL, it depends on
-            the version and the algorithm how they are ended.
+        ends: Must be closed when the run ends. It releases the folder and ends the workers. How NeMo RL itself ends
+            them depends on the version and the algorithm.
         on_ray: Is called with the settings once Ray is up, before anything is made.
     """
 
@@ -294,9 +294,8 @@ def main() -> None:
     share_package(os.environ)
     script = load_script(Path(source))
     run_id = uuid.uuid4().hex[:12]
-    env.mark_run(
-        run_id, hang_dir=folder_of(run_id)
-    )  # NeMo RL passes this environment to its workers, and so does a Ray that it starts
+    # NeMo RL passes this environment to its workers. If NeMo RL starts Ray, Ray inherits it, too.
+    env.mark_run(run_id, hang_dir=folder_of(run_id))
     answer_sigterm()
     try:
         with ending_all_processes(run_id) as processes, ExitStack() as ends:

@@ -92,17 +92,17 @@ class SafePolicyMixin:
         return super().prepare_for_lp_inference(*args, **kwargs)  # type: ignore[misc]
 
     def offload_before_refit(self, *args: Any, **kwargs: Any) -> Any:
-        """Offloads before a refit, beside a save in the background. Raises LifecycleError before the bootstrap."""
+        """Offloads before a refit, without a wait for a background save. Raises LifecycleError before the bootstrap."""
         with self.safe.offloading():
             return super().offload_before_refit(*args, **kwargs)  # type: ignore[misc]
 
     def offload_after_refit(self, *args: Any, **kwargs: Any) -> Any:
-        """Offloads after a refit, beside a save in the background. Raises LifecycleError before the bootstrap."""
+        """Offloads after a refit, without a wait for a background save. Raises LifecycleError before the bootstrap."""
         with self.safe.offloading():
             return super().offload_after_refit(*args, **kwargs)  # type: ignore[misc]
 
     def init_collective(self, *args: Any, **kwargs: Any) -> None:
-        """Joins the communicator with the rollout ranks, within ``timeouts.joint``.
+        """Joins the communicator within ``timeouts.joint``. Collective over: trainers and rollout ranks.
 
         Raises:
             LifecycleError: If the bootstrap has not run.
@@ -122,7 +122,7 @@ class SafePolicyMixin:
         self.safe.join_host(lambda: join(*args, **kwargs))
 
     def prepare_refit_info(self, *args: Any, **kwargs: Any) -> Any:
-        """Describes the weights of a refit, as phase ``sync``."""
+        """Describes the weights of a refit, as phase ``sync``; see `PolicyProcess.sync`."""
         send = super().prepare_refit_info  # type: ignore[misc]
         self._announced = self.safe.sync(lambda: send(*args, **kwargs))
         return self._announced
@@ -138,14 +138,17 @@ class SafePolicyMixin:
         self.safe.joint_refit.join(address, rollout_ranks=rollout_ranks, engine=engine)
 
     def broadcast_weights_for_collective(self, *args: Any, **kwargs: Any) -> Any:
-        """Sends weights over the communicator with the rollout ranks, or over our joint group, as phase ``sync``."""
+        """Sends weights over the communicator with the rollout ranks, or over our joint group, as phase ``sync``.
+
+        See `PolicyProcess.sync` and `JointRefit.send`.
+        """
         if self.safe.joint_refit is not None:
             return self.safe.joint_refit.send()
         send = super().broadcast_weights_for_collective  # type: ignore[misc]
         return self.safe.sync(lambda: send(*args, **kwargs), reads=self.model)
 
     def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> Any:
-        """Sends weights to the rollout engine on this GPU, as phase ``sync``."""
+        """Sends weights to the rollout engine on this GPU, as phase ``sync``; see `PolicyProcess.sync`."""
         send = super().stream_weights_via_ipc_zmq  # type: ignore[misc]
         return self.safe.sync(lambda: send(*args, **kwargs), reads=self.model)
 
@@ -155,32 +158,32 @@ class SafePolicyMixin:
         return weights if digests is None else digests.passing_on_their_streams(weights)
 
     def prepare_nccl_reshard_refit_info(self, *args: Any, **kwargs: Any) -> Any:
-        """Plans the transfer of weight shards to the rollout ranks, as phase ``sync``."""
+        """Plans the transfer of weight shards to the rollout ranks, as phase ``sync``; see `PolicyProcess.sync`."""
         send = super().prepare_nccl_reshard_refit_info  # type: ignore[misc]
         return self.safe.sync(lambda: send(*args, **kwargs))
 
     def nccl_reshard_refit(self, *args: Any, **kwargs: Any) -> Any:
-        """Sends shards of weights to the rollout ranks, as phase ``sync``."""
+        """Sends weight shards to the rollout ranks, as phase ``sync``; see `PolicyProcess.sync`."""
         send = super().nccl_reshard_refit  # type: ignore[misc]
         return self.safe.sync(lambda: send(*args, **kwargs), reads=self.model)
 
     def init_remote_sparse_delta_baseline(self, *args: Any, **kwargs: Any) -> Any:
-        """Records the baseline weights for later changes, as phase ``sync``."""
+        """Records the baseline weights for later changes, as phase ``sync``; see `PolicyProcess.sync`."""
         send = super().init_remote_sparse_delta_baseline  # type: ignore[misc]
         return self.safe.sync(lambda: send(*args, **kwargs), reads=self.model)
 
     def stream_remote_sparse_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """Sends changes of weights to the rollout, as phase ``sync``."""
+        """Sends changes of weights to the rollout, as phase ``sync``; see `PolicyProcess.sync`."""
         send = super().stream_remote_sparse_weights  # type: ignore[misc]
         return self.safe.sync(lambda: send(*args, **kwargs), reads=self.model)
 
     def swap_weights_via_reshard(self, *args: Any, **kwargs: Any) -> Any:
-        """Sends weights to Megatron's rollout ranks, as phase ``sync``."""
+        """Sends weights to Megatron's rollout ranks, as phase ``sync``; see `PolicyProcess.sync`."""
         send = super().swap_weights_via_reshard  # type: ignore[misc]
         return self.safe.sync(lambda: send(*args, **kwargs), reads=self.model)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Saves as the host does, with both of megatron-core's flags off.
+        """Saves as the host does, but `ShardWriter` writes the shards.
 
         Collective over: the training world, within ``timeouts.save``. NeMo RL's driver names the step once all workers
         have saved.
@@ -194,6 +197,8 @@ class SafePolicyMixin:
 
     def finalize_async_save(self) -> None:
         """Waits until the save in the background is complete, on every rank. Does nothing within an offload.
+
+        Collective over: the training world, by the store.
 
         Raises:
             CheckpointError: On every rank, if a rank has failed.
@@ -210,7 +215,9 @@ class SafePolicyMixin:
         return dict(self.safe.end(None))
 
     def shutdown(self, failure: str | None = None) -> bool:
-        """Ends the groups, in agreement with all ranks, then shuts down as the host does, in 30 s in all. Idempotent.
+        """Ends the groups, in agreement with all ranks, then shuts down as the host does. Idempotent.
+
+        Collective over: the training world. NeMo RL kills the worker `HOST_SHUTDOWN_S` after the call.
 
         Args:
             failure: One line about a failure here or in the driver; None if nothing has failed.
@@ -221,7 +228,7 @@ class SafePolicyMixin:
         try:
             failed = self.safe.end(failure)
         except (CommunicatorError, PhaseTimeoutError) as error:
-            # The groups were aborted, so the process can end. NeMo RL kills it in any case, and would print only this.
+            # The groups were aborted, so the process can end. NeMo RL kills it anyway, and would print only this error.
             logger.warning("shutdown: %s", error)
             failed = {self.safe.trainer.training_rank: str(error)}
         return bool(super().shutdown()) and not failed  # type: ignore[misc]

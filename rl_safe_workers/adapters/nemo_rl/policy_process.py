@@ -77,7 +77,7 @@ class PolicyProcess(HostedTrainer):
     """The trainer behind our worker. It has the world, groups, bootstrap, phases with deadlines, saves and teardown.
 
     Attributes:
-        import_groups: Number of groups that an import has made and that were then ended.
+        import_groups: Number of groups of the import that this rank has ended.
         distributed_optimizer: Whether the optimizer's state is sharded over data-parallel ranks.
         saves: The save in the background; None until the world exists.
         joint_refit: Sends refits over our joint group; None if they go NeMo RL's way.
@@ -240,8 +240,8 @@ class PolicyProcess(HostedTrainer):
     def offloading(self) -> Iterator[None]:
         """Runs the host's offload in the body, without a wait for the save in the background. Not collective.
 
-        The host waits there (megatron_policy_worker.py:3080, 3177), because its own saver still reads the parameters.
-        Ours has copied them to host memory.
+        In its offload, the host waits for its own saver (megatron_policy_worker.py:3080, 3177), which still reads the
+        parameters. Our saver has copied them to host memory.
 
         Raises:
             LifecycleError: If the bootstrap has not run.
@@ -307,8 +307,8 @@ class PolicyProcess(HostedTrainer):
     def join_host(self, join: Callable[[], object]) -> None:
         """Joins the host's communicator with the rollout ranks within ``timeouts.joint``. The host has no timeout.
 
-        Groups that torch lists only since then belong to the host. The teardown does not end them, because that would
-        wait for rollout ranks.
+        Collective over: trainers and rollout ranks. The groups that torch registers meanwhile belong to the host. The
+        teardown does not end them, because that would wait for rollout ranks.
 
         Raises:
             LifecycleError: If the bootstrap has not run.

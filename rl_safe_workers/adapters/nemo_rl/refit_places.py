@@ -15,7 +15,7 @@ ROLLOUT_PLACES = {
     "nemo_rl/models/policy/workers/megatron_remote_sparse_refit.py": ROLLOUT,
     "nemo_rl/models/policy/utils.py": f"{ROLLOUT} engine on its GPU",
 }
-"""Files whose functions send weights to the rollout, each with words for what a rank waits for there."""
+"""Files whose functions send weights to the rollout, each with words for what a rank waits for in it."""
 BETWEEN_TRAINERS = ("megatron/core/", "megatron/bridge/", "nemo_rl/models/megatron/")
 """Files whose functions gather weights among the training ranks."""
 

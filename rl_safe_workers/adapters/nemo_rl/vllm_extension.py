@@ -37,7 +37,7 @@ class SafeVllmExtension(ProvedWorker, VllmInternalWorkerExtension):
         config = self.model_runner.vllm_config
         rank = engine_rank(config, self.rank)
         sizes = {"size": rank.size, "kv_heads": rank.kv_heads, "expert_parallel": rank.expert_parallel}
-        # NeMo RL loads its weights beside the model's, and converts them in its own way.
+        # NeMo RL loads a draft model's weights beside the model's, and converts them in its own way.
         drafts = None if config.speculative_config is None else "it has a draft model"
         return {**sizes, "obstacle": obstacle(config) or drafts}
 
@@ -65,7 +65,7 @@ class SafeVllmExtension(ProvedWorker, VllmInternalWorkerExtension):
         self._rl_safe_transfer = transfer
 
     def rl_safe_leave(self) -> None:
-        """Leaves our joint group, if it has joined. With NCCL it waits for the trainers, which leave it, too."""
+        """Leaves our joint group, if this worker has joined it. With NCCL, this waits until the trainers leave, too."""
         if self._rl_safe_transfer is not None:
             self._rl_safe_transfer.shutdown()
 
@@ -86,7 +86,7 @@ class SafeVllmExtension(ProvedWorker, VllmInternalWorkerExtension):
         goes_through_loaders = transfer.obstacle is not None
         transfer.finish_weight_update()
         self._rl_safe_last = transfer.held
-        if goes_through_loaders:  # they leave memory behind, which NeMo RL also gives back
+        if goes_through_loaders:  # loaders leave memory behind, and NeMo RL frees it in the same way
             gc.collect()
             torch.cuda.empty_cache()
         return True

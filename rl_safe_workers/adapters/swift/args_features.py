@@ -11,7 +11,7 @@ def features_of(args: Any) -> Features:
     """Returns the features of a job.
 
     Args:
-        args: ms-swift's ``MegatronArguments`` at the time when it creates the groups.
+        args: ms-swift's ``MegatronArguments``, as they are when ms-swift creates the groups.
     """
     balancing = getattr(args, "moe_router_load_balancing_type", None)
     balancings = {balancing} if isinstance(balancing, str) else set(balancing or ())

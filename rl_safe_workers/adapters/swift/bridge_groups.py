@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 
 
 def create_ep_pp_groups(gpt_bridge: Any, *, timeout: timedelta) -> None:
-    """Creates mcore-bridge's groups of expert and pipeline parallelism, and stores them where mcore-bridge looks.
+    """Creates mcore-bridge's groups of expert and pipeline parallelism, and stores them for mcore-bridge to find.
 
     mcore-bridge creates them with the first model, unless they exist (bridge/gpt_bridge.py:96-116).
 

@@ -1,7 +1,7 @@
 """Makes an export of ms-swift's atomic: it writes to a directory with a temporary name, and renames it at the end.
 
 ms-swift refuses to export to a directory that exists. So after a killed export, a user would have to remove the
-directory. Here the next export removes it.
+directory. Here the next export removes the unfinished directory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def exported(process: HostedTrainer, args: Any) -> Iterator[None]:
             if os.path.lexists(final):
                 return False
             start_pending(final, what="an export")
-            # Only rank 0 removes it, because rank 0 has made it.
+            # Only rank 0 removes the directory, because rank 0 has made it.
             stack.enter_context(removed_on_failure(pending, what="the export"))
             return True
 

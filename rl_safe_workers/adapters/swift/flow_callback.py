@@ -20,7 +20,11 @@ def safe_flow(host: type[Any], job: SwiftJob) -> type[Any]:
         """Enters a phase when a step or an evaluation begins, and leaves it at the end."""
 
         def on_step_begin(self) -> None:
-            """Begins a step once every rank has come, or raises and names the missing ranks."""
+            """Begins a step as phase ``train``. Collective over: the training world.
+
+            Raises:
+                PhaseTimeoutError: If a rank does not come in time; names it.
+            """
             super().on_step_begin()
             job.begin(Phase.TRAIN)
 
@@ -31,7 +35,7 @@ def safe_flow(host: type[Any], job: SwiftJob) -> type[Any]:
             super().on_step_end()
 
         def on_eval_begin(self) -> None:
-            """Begins an evaluation in the same way. It has only forward passes."""
+            """Begins an evaluation as phase ``logprob``, because it has only forward passes; see `on_step_begin`."""
             super().on_eval_begin()
             job.begin(Phase.LOGPROB)
 

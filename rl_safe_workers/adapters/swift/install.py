@@ -96,7 +96,7 @@ def _replace(job: Any) -> None:
 
 
 def _see_failures(job: Any) -> None:
-    """Tells the other ranks of any failure, by a hook and a function at exit.
+    """Tells the other ranks of any failure, by an exception hook and an atexit function.
 
     ms-swift imports the plugin within a constructor, so it is too late to wrap that constructor.
     """

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 _FOLDERS = 1
 """Number of folders that ms-swift makes above the folder of the shards: ``checkpoint-4/iter_0000004``."""
 _HEARD = timedelta(seconds=2)
-"""How long a rank that fails listens for the failures of other ranks."""
+"""How much earlier than the phase's deadline a rank stops waiting for an engine, so that other ranks learn of it."""
 _UNSUPPORTED_RLHF_TYPE = "gkd"
 _WITH_ENGINE = (Phase.ROLLOUT, Phase.SYNC)
 
@@ -194,7 +194,7 @@ class SwiftJob(HostedTrainer):
         return _initialize_mpu
 
     def create_own_groups(self) -> None:
-        """Creates groups now that mcore-bridge and ms-swift would create later, with a model or during generation."""
+        """Creates now the groups that mcore-bridge and ms-swift would create with a model or during generation."""
         from mcore_bridge.bridge import gpt_bridge
 
         create_ep_pp_groups(gpt_bridge, timeout=self.trainer.remaining())
@@ -224,7 +224,7 @@ class SwiftJob(HostedTrainer):
         """Leaves the current phase of a step and enters another one. Collective over: the training world.
 
         Does nothing if the rank is already in ``phase``. In phases ``rollout`` and ``sync`` a rank may work or wait
-        alone. So at their end it first waits for all ranks, within the deadline of that phase.
+        alone. So before the rank leaves them, it waits for all ranks, within the deadline of that phase.
         """
         current = self.trainer.lifecycle.current
         if current is phase:
@@ -236,9 +236,9 @@ class SwiftJob(HostedTrainer):
 
     @contextmanager
     def aside(self, phase: Phase) -> Iterator[None]:
-        """Leaves the phase of a step for another one, and enters it again. Collective over: the training world.
+        """Enters another phase for the body, then the previous phase again. Collective over: the training world.
 
-        After a failure of the body the phase stays entered, for `fail_with`.
+        If the body fails, the rank stays in the body's phase, so that `fail_with` reports that phase.
         """
         before = self.trainer.lifecycle.current
         self.turn(phase)
@@ -247,7 +247,9 @@ class SwiftJob(HostedTrainer):
             self.turn(before)
 
     def wait_for_all(self) -> None:
-        """Waits for all ranks, by the phase's deadline or ``timeouts.outside``. Collective over: the training world.
+        """Waits for all ranks, until the phase's deadline or, outside of phases, for ``timeouts.outside``.
+
+        Collective over: the training world, by the store.
 
         Raises:
             PhaseTimeoutError: If a rank does not come in time; names it.
@@ -307,7 +309,7 @@ class SwiftJob(HostedTrainer):
 
         @functools.wraps(original)
         def save_checkpoint(trainer: Any) -> None:
-            # With merged weights, ms-swift copies the tracker before its save ends.
+            # With merged weights, ms-swift copies the tracker before the save ends.
             at_once = _merges_adapters(trainer.args)
             with (
                 self.saving(optimizer_replicated=self._optimizer_replicated),
@@ -325,7 +327,7 @@ class SwiftJob(HostedTrainer):
 
         Args:
             at_once: Whether to write the tracker as soon as the shards are complete. Otherwise it is written after the
-                end of the body, too, which may write HF weights.
+                body, which may also write HF weights. A save in the background ignores this argument.
         """
         from megatron.core import msc_utils
 

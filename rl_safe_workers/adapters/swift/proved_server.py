@@ -32,7 +32,7 @@ class ProvedServer(VllmServer):
             return super().launch_server(**settings)
 
     def rl_safe_prove(self) -> str | None:
-        """Calls `ProvedWorker.rl_safe_prove` on the engine's workers. Returns the first reason, if any."""
+        """Calls `ProvedWorker.rl_safe_prove` on all workers. Returns the first reason against a proof, if any."""
         return next(filter(None, self._asked("rl_safe_prove")), None)
 
     def rl_safe_held(self) -> HeldWeights | None:

@@ -60,11 +60,11 @@ class EngineReader(ProvedWorker):
     """
 
     def __init__(self, engine: Any, *, rank: int) -> None:
-        """Reads nothing yet.
+        """Checks that the engine's weights can be read back.
 
         Args:
             engine: ms-swift's ``GRPOVllmEngine``.
-            rank: This training rank. ms-swift gives each engine consecutive ones.
+            rank: This training rank. ms-swift gives each engine consecutive training ranks.
 
         Raises:
             ConfigError: If the engine's weights cannot be read back; says why.
@@ -82,7 +82,7 @@ class EngineReader(ProvedWorker):
 
         Args:
             trainer: ms-swift's trainer. Its bridge exports the weights to send. It also has vLLM's group.
-            job: The job of this rank. It takes digests of the sent weights meanwhile, if it has ``digests``.
+            job: The job of this rank. If it has ``digests``, it also takes digests of the sent weights.
             send: ms-swift's own sync.
         """
         self.rl_safe_prove()
@@ -90,7 +90,7 @@ class EngineReader(ProvedWorker):
             send()
         held = self.rl_safe_held()
         if self.size > 1:
-            # A rank that has failed does not come. This wait names it, and the group of vLLM would wait in silence.
+            # A rank that has failed does not come. This wait names it. A collective on vLLM's group would just hang.
             job.wait_for_all()
         answers = [held] if self.size == 1 else gather_json(held, group=trainer.vllm_tp_group)
         return HeldWeights.of_workers(answers) or NOTHING_CAME
@@ -181,7 +181,7 @@ class ColocatedSyncs:
         if rank == _FIRST:
             self._job.prove_sync()
         held = self._reader.received(trainer, self._job, send)
-        # All ranks of an engine find the same, and name its first one.
+        # All ranks of an engine find the same mismatches, and name the engine's first rank.
         return SyncProof(sent=[self._sent()], held=[held], engines=[rank - rank % self._reader.size])
 
     def _sent(self) -> SentWeights:

@@ -75,7 +75,7 @@ class RayJob(RayStandIn):
     """Replaces ``ray`` to start Ray and shut it down. The job's processes end with the shutdown."""
 
     def __init__(self, run_id: str, stop_limit_s: float) -> None:
-        """Marks this process's children, and begins to look after those on this machine.
+        """Marks this process's children, and begins to look after the job's processes on this machine.
 
         Args:
             run_id: The mark of the job's processes.
@@ -92,8 +92,8 @@ class RayJob(RayStandIn):
     def _end(self) -> None:
         """Ends the job when this process ends. After a failure it exits at once, like `job_processes.exiting_at_once`.
 
-        In that case, functions that were registered with atexit before the plugin was imported do not run. One of them
-        is Ray's, but Ray is already shut down.
+        In that case, atexit functions from before the import of the plugin do not run. One of them is Ray's, but Ray is
+        already shut down.
         """
         self.shutdown()
         if self.waits.failure is not None:
@@ -191,7 +191,7 @@ def _ending(original: Callable[..., None], waits: RayWaits) -> Callable[..., Non
 
 
 def _before_the_cache(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps ``wake_up_rollout``: the trainers give their communicators' memory before an engine allocates its cache."""
+    """Wraps ``wake_up_rollout``: trainers give away communicators' memory before an engine allocates its cache."""
 
     @functools.wraps(original)
     def wake_up_rollout(manager: Any, tags: list[str] | None = None) -> None:

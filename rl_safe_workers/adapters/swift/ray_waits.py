@@ -58,7 +58,7 @@ class RayWaits:
     """
 
     def __init__(self, timeouts: SwiftTimeouts, evidence: Path) -> None:
-        """Knows no actor yet.
+        """Stores its arguments. `parties` begins empty.
 
         Args:
             timeouts: The deadlines, by phase.
@@ -99,7 +99,7 @@ class RayWaits:
             phases: The phases of that work, unless `waiting` names them.
 
         Raises:
-            JobError: If an actor fails or does not answer in time; names it. Then every actor has been ended.
+            JobError: If an actor fails or does not answer in time; names it. By then, every actor has been ended.
         """
         with self.judged():
             what, phases = self._waiting or (what, phases)
@@ -175,7 +175,7 @@ class BoundedRay(RayStandIn):
 
 
 def calling(waits: RayWaits, settings: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a wrapper for ``WorkerGroup.execute``, which names the waits and passes settings to the workers.
+    """Returns a wrapper for ``WorkerGroup.execute``. It names the waits and passes settings to the workers.
 
     Args:
         waits: The driver's waits.

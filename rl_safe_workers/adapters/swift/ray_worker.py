@@ -121,7 +121,7 @@ def _safe(name: str, phase: Phase | None) -> Callable[..., Any]:
             with nullcontext() if phase is None else job.trainer.phase(phase), _parameters(worker, name), _sent(worker):
                 return original(worker, *args, **kwargs)
 
-    # Keep ms-swift's attributes, which say how to call the method, and its name, by which an actor finds it.
+    # Keep ms-swift's attributes, which say how to call the method. Keep its name, because Ray finds the method by it.
     call.__dict__.update(vars(original))
     call.__name__, call.__qualname__, call.__doc__ = name, f"{SafeMegatronWorker.__name__}.{name}", original.__doc__
     return call
@@ -171,8 +171,8 @@ def _mend_transfers() -> None:
     """Puts deadlines on this process's waits for an engine, and gives each transfer a socket with a unique name.
 
     ms-swift has no deadline, or one of ten minutes. Its sockets have the same names in all jobs on a machine
-    (rollout/adapter.py:34). So two jobs on a machine hang, or an engine gets the other job's weights. Ours are in a
-    folder that is removed with the job.
+    (rollout/adapter.py:34). So two jobs on a machine hang, or an engine gets the other job's weights. Our sockets are
+    in a folder that is removed with the job.
     """
     from swift.ray.megatron.rollout import adapter
     from swift.ray.megatron.rollout.weight_transfer import BucketedWeightSender
@@ -220,7 +220,7 @@ class _PatientRay(RayStandIn):
     """Puts deadlines on a worker's waits for its engine."""
 
     def get(self, reference: Any) -> Any:
-        """Calls ``ray.get`` within the time left in the phase. The error's first line has the engine's own error."""
+        """Calls ``ray.get`` within the time left in the phase. The error's first line quotes the engine's error."""
         patience = install.job().engine_deadline()
         try:
             return ray.get(reference, timeout=patience.remaining().total_seconds())

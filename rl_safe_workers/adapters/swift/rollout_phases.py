@@ -151,7 +151,7 @@ class RolloutPhases:
         return maybe_compute_logps
 
     def offloading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``offload_context``: refuses it before the bootstrap; gives the communicators' memory in generation."""
+        """Wraps ``offload_context``: refuses it before the bootstrap. Generation gets the communicators' memory."""
 
         @contextmanager
         @functools.wraps(original)
@@ -175,12 +175,12 @@ class EngineWatch:
     """Ends this process if its vLLM engine has not answered by the phase's deadline. Nothing can interrupt the call."""
 
     def __init__(self, job: SwiftJob, what: str, *, is_shared: bool) -> None:
-        """Watches nothing yet.
+        """Stores its arguments.
 
         Args:
             job: The job of this rank.
             what: The work of the engine, for the error.
-            is_shared: Whether the engine has parts on other ranks. If so, one of those may be the part that hangs.
+            is_shared: Whether the engine has parts on other ranks. If so, one of those parts may be the one that hangs.
         """
         self._job, self._what, self._is_shared = job, what, is_shared
 

@@ -22,7 +22,7 @@ class SwiftTimeouts(PhaseTimeouts):
     world: Seconds = 600.0
     """Limit for creating the default group."""
     outside: Seconds = 7200.0
-    """Limit for each wait outside of phases. In one of them, ranks wait while a rank prepares the dataset."""
+    """Limit for each wait outside of phases. In one such wait, ranks wait while a rank prepares the dataset."""
     convert: Seconds = 3600.0
     """Limit for building the model and reading its weights, and for an export."""
     start: Seconds = 1800.0

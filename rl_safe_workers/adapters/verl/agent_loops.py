@@ -1,6 +1,6 @@
 """Makes verl's agent loops remember the errors that engines and reward workers raise.
 
-verl itself drops the prompt, and never tells its driver why.
+verl itself drops the prompt of such an error, and never tells its driver why.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from rl_safe_workers.adapters.call_errors import CallError, call_error_of, keep_
 
 
 def remembering(plain: Any) -> type:
-    """Returns a subclass of an agent loop worker that the driver can ask for errors of the actors that it calls.
+    """Returns a subclass of verl's agent loop worker. It remembers the errors of its remote calls for the driver.
 
     Args:
         plain: verl's ``AgentLoopWorkerTQ``, without Ray.
     """
 
     class SafeAgentLoopWorker(plain):
-        """Collects the errors in the process of an agent loop worker."""
+        """Remembers the errors of this worker's remote calls."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             keep_origins()

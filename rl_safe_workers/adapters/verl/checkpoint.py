@@ -76,7 +76,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
     def _build_optimizer_state_dict(
         self, model_sharded_state_dict: dict[str, Any], metadata: dict[str, Any], is_loading: bool = False
     ) -> dict[str, Any]:
-        """Returns the same as verl's method, without its barrier; for ``fully_reshardable``, without a gather too."""
+        """Returns the state as verl does, but without a barrier, and without a gather for ``fully_reshardable``."""
         if self._is_in_place(metadata):
             state = {"optimizer": self._describe(metadata, is_loading=is_loading)["optimizer"]}
         else:
@@ -113,7 +113,7 @@ class SafeCheckpointManager(MegatronCheckpointManager):
         """Saves as verl does. Collective over: the training world, within ``timeouts.save``.
 
         Shards need no collective. HF weights need the bridge's collectives, on tensor, pipeline and expert groups.
-        Before them verl has a barrier (megatron_checkpoint_manager.py:1276).
+        verl has a barrier before these collectives (megatron_checkpoint_manager.py:1276).
 
         Raises:
             CheckpointError: On every rank, if a rank cannot write.
@@ -202,7 +202,10 @@ class SafeCheckpointManager(MegatronCheckpointManager):
             self.checkpoint_config = config
 
     def register_checkpoint(self, new_path: str, max_ckpt_to_keep: int | None) -> None:
-        """Registers a complete save as verl does. Older saves are removed only once the step has been named."""
+        """Registers a complete save as verl does, which removes older saves.
+
+        If the workers name the steps, this happens once the step has been named.
+        """
         register = functools.partial(super().register_checkpoint, new_path, max_ckpt_to_keep)
         if self.process.tracker.is_ours:
             self.process.tracker.saved(self.name, _step_folder(new_path), register)
@@ -288,6 +291,6 @@ class SafeCheckpointManager(MegatronCheckpointManager):
 
 
 def _step_folder(local_path: str) -> Path:
-    """Returns verl's folder of a step. Each role has a folder in it; a single model has none (sft_trainer.py:89)."""
+    """Returns verl's folder of a step. Each role has a folder in it. A single model has none (sft_trainer.py:89)."""
     path = Path(local_path).absolute()
     return path if path.name.startswith("global_step_") else path.parent

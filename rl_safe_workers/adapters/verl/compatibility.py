@@ -30,7 +30,7 @@ def check_verl(root: Path | None = None) -> None:
 
 
 def check_registry() -> None:
-    """Checks only the part of the installed verl that takes no time to check: the registry for our engines.
+    """Checks only that the installed verl has the registry for our engines. This is quick enough for every process.
 
     Raises:
         ConfigError: As `check_verl`.
@@ -59,7 +59,7 @@ def _check(root: Path, names: Iterable[HostName], texts: Iterable[HostText]) -> 
 
 
 def _version(root: Path) -> str:
-    """Returns the version from the file in the package from which verl itself reads it."""
+    """Returns verl's version from the file that verl itself reads; without that file, from the package's metadata."""
     stated = root / "verl" / "version" / "version"
     if stated.is_file():
         return stated.read_text(encoding="utf-8").strip()[:40]

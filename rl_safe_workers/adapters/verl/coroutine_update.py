@@ -1,4 +1,4 @@
-"""Runs verl's weight sync, a coroutine that sometimes blocks, and notes the calls in which it waits for the rollout."""
+"""Runs verl's weight sync, a coroutine that sometimes blocks. Notes the calls in which it waits for the rollout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rl_safe_workers.ranks import RankId, Role
 _CALLS = ("resume", "release", "update_weights", "send_weights")
 """Coroutines of verl's rollout and checkpoint engine in which a rank waits for rollout engines."""
 _ENGINE_CALL = "_execute_method"
-"""Coroutine of verl's adapter for vLLM that calls the engine. It returns the answer's reference if it must not wait."""
+"""Coroutine of verl's vLLM adapter that calls the engine. With ``non_block`` it returns a reference to the answer."""
 _CACHE = "kv_cache"
 """The tag with which verl tells an engine to allocate its KV cache."""
 
@@ -58,7 +58,7 @@ class RolloutCalls:
     def raise_failure(self) -> None:
         """Raises if an engine has failed while this rank sends weights to it.
 
-        verl looks at the engine's answer only when all weights are sent, and sends block until the engine reads.
+        verl reads the engine's answer only after it has sent all weights. Each send blocks until the engine reads.
 
         Raises:
             RunError: Names the rollout rank, and quotes the engine's error.

@@ -94,7 +94,7 @@ class HostPlatform(PlatformBase):
         """Does nothing: there is no cache."""
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        """None."""
+        """Returns no version: a CPU has none."""
         return None, None
 
     def communication_backend_name(self) -> str:
@@ -107,21 +107,21 @@ class HostPlatform(PlatformBase):
 
     @contextmanager
     def nvtx_range(self, msg: str) -> Iterator[None]:
-        """No profiler listens."""
+        """Does nothing: there is no profiler."""
         yield
 
     def profiler_start(self) -> None:
-        """No profiler listens."""
+        """Does nothing: there is no profiler."""
 
     def profiler_stop(self) -> None:
-        """No profiler listens."""
+        """Does nothing: there is no profiler."""
 
     def ray_resource_name(self) -> str:
         """Returns the resource that verl's pools ask Ray for. ``ray.init(num_gpus=N)`` provides it without a GPU."""
         return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:
-        """None."""
+        """Returns no variables."""
         return []
 
     def is_ipc_supported(self) -> bool:
@@ -129,7 +129,7 @@ class HostPlatform(PlatformBase):
         return False
 
     def cudart(self) -> Any:
-        """None."""
+        """Returns None: there is no CUDA runtime."""
         return None
 
 

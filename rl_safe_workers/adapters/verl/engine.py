@@ -1,4 +1,4 @@
-"""verl's Megatron engines with our bootstrap, phases, saves and loads. Importing it imports Megatron."""
+"""verl's Megatron engines with our bootstrap, phases, saves and loads. Importing this imports Megatron."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SafeEngineMixin:
     _is_offload_param: bool
 
     def _init_device_mesh(self) -> None:
-        """Creates Megatron's groups and connects them: the device holds neither a model nor vLLM yet.
+        """Creates Megatron's groups and connects them, while the device holds neither a model nor vLLM.
 
         Collective over: the training world.
         """
@@ -75,34 +75,38 @@ class SafeEngineMixin:
         self.checkpoint_mananager = SafeCheckpointManager.take_over(self.checkpoint_mananager, self.process, name)
 
     def train_mode(self, **settings: Any) -> Any:
-        """Takes the communicators' memory back, then does as verl: it gathers token counts before `train_batch`."""
+        """Takes the communicators' memory back for verl, which gathers token counts before `train_batch`."""
         self.process.given.take_back()
         return super().train_mode(**settings)  # type: ignore[misc]
 
     def eval_mode(self, **settings: Any) -> Any:
-        """Takes the communicators' memory back, then does as verl, which fills the device with the engine's state."""
+        """Takes the communicators' memory back before verl fills the device with the engine's state."""
         self.process.given.take_back()
         return super().eval_mode(**settings)  # type: ignore[misc]
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
-        """Runs one update as a phase, which begins once every rank has come, or raises and names the missing ranks."""
+        """Runs one update as phase ``train``. Collective over: the training world.
+
+        Raises:
+            PhaseTimeoutError: If a rank does not come in time; names it.
+        """
         self.process.has_trained = True
         with self.process.trainer.phase(Phase.TRAIN):
             return super().train_batch(data, loss_function)  # type: ignore[misc]
 
     def infer_batch(self, data: Any, loss_function: Callable[..., Any] | None = None) -> Any:
-        """Runs one forward batch as a phase."""
+        """Runs one forward batch as phase ``logprob``. Collective over: the training world. Raises as `train_batch`."""
         with self.process.trainer.phase(Phase.LOGPROB):
             return super().infer_batch(data, loss_function)  # type: ignore[misc]
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Moves state between device and host. Raises on a move to the host before communicators are connected."""
+        """Moves state between device and host. Raises LifecycleError on a move to the host before the bootstrap."""
         if device == "cpu":
             self.process.trainer.comms.require("offload")
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)  # type: ignore[misc]
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the weights that a sync sends. Raises before communicators are connected.
+        """Returns the weights that a sync sends. Raises LifecycleError before the bootstrap.
 
         If the sync is to be proved, this also takes digests of the weights. In a packed sync, the tensors are a plan
         and buckets; see `packed_updates`.

@@ -28,10 +28,10 @@ _Fits = tuple[tuple[str, tuple[Any, ...], str], ...]
 
 
 def _on_trainers_gpus(what: str) -> _Fits:
-    """Returns the limits of both features.
+    """Returns the limits that proved and packed syncs share.
 
     Args:
-        what: What is done to syncs.
+        what: Word for the reasons: ``proved`` or ``packed``.
     """
     place = f"only syncs to engines on the trainers' GPUs are {what}"
     return (
@@ -56,7 +56,7 @@ MODES = ("sync", "colocate_async", "separate_async")
 
 
 def check_run(config: DictConfig) -> VerlSettings | None:
-    """Checks a run and returns its settings; None if the run does not ask for our engines, so that verl runs unchanged.
+    """Checks a run and returns its settings; None if the run does not ask for our engines. Then verl runs unchanged.
 
     Raises:
         ConfigError: If the node has an unknown key or wrong value, if verl lacks a name that the adapter needs, or if
@@ -85,11 +85,11 @@ def check_run(config: DictConfig) -> VerlSettings | None:
 
 
 def _check_fits(config: DictConfig, feature: str, off: str, fits: _Fits) -> None:
-    """Refuses a run with which a feature of our vLLM workers does not work.
+    """Refuses a run that does not suit a feature of our vLLM workers.
 
     Args:
         config: The run's configuration.
-        feature: Our setting that asks for it.
+        feature: The setting that asks for the feature.
         off: The same setting, turned off.
         fits: The limits of the feature.
 
@@ -135,7 +135,7 @@ def check_sft(config: DictConfig) -> VerlSettings | None:
 
 
 def _is_enabled(settings: VerlSettings, *, entry: str) -> bool:
-    """Returns True if the settings ask for our engines. Then it also checks that verl has the names that they need.
+    """Returns True if the settings ask for our engines. Then it also checks that verl has every name that they need.
 
     Args:
         settings: The adapter's settings.

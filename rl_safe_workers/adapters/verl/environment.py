@@ -1,6 +1,6 @@
-"""Handles the environment variables by which verl finds us and a job's settings reach its workers.
+"""Handles environment variables: those that make verl find our engines, and the one that carries a job's settings.
 
-No other module of the adapter touches ``os.environ``.
+No other module of the adapter touches ``os.environ``, except that `main_sft` reads torchrun's ``RANK``.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def keep_warnings() -> None:
 
 
 def check_packed_sync() -> None:
-    """Checks that our vLLM workers will get the packed weight syncs that the settings ask for.
+    """Checks that our entry has started the job, if the settings ask for packed weight syncs.
 
     Raises:
-        ConfigError: If our entry has not started the job. verl's own vLLM workers would take buckets for weights.
+        ConfigError: If it has not. Then verl's own vLLM workers would take buckets for weights.
     """
     if settings().packed_sync and env.RUN_ID not in os.environ:
         raise ConfigError(
@@ -111,7 +111,7 @@ def job_variables(wanted: VerlSettings, environ: Mapping[str, str] | None = None
 
 
 def use_engines(wanted: VerlSettings) -> None:
-    """Makes this process and its children use our engines. It is for processes that a launcher such as torchrun starts.
+    """Makes this process and its children use our engines. Call it in a process that torchrun or the like has started.
 
     Raises:
         ConfigError: If the environment already has other values.
@@ -123,7 +123,7 @@ def check_loadable(environ: Mapping[str, str] | None = None) -> None:
     """Checks that ``import verl`` loads the plugin in every process that inherits this environment.
 
     Raises:
-        ConfigError: If our engines are wanted but the plugin would not be loaded. verl would silently use its own.
+        ConfigError: If our engines are wanted but nothing loads the plugin. verl would silently use its own engines.
     """
     environ = os.environ if environ is None else environ
     if not is_wanted(environ):

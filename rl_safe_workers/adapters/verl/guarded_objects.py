@@ -106,7 +106,7 @@ def guarded_samples(buffer: Any, waits: DriverWaits) -> Any:
 
 
 class _Polls:
-    """Wraps verl's polls for finished prompts. Raises if nothing has changed within the timeout of generation."""
+    """Wraps verl's polls for finished prompts. Raises if nothing changes within the timeout of generation."""
 
     def __init__(self, buffer: Any, waits: DriverWaits) -> None:
         self._buffer, self._waits, self._stock = buffer, waits, buffer._wait_for_next_poll
@@ -115,13 +115,13 @@ class _Polls:
         self._told: set[tuple[RankId, str | None]] = set()
         """Errors already logged: the engine or reward worker that raised, and its line of code."""
         self._survived: set[float] = set()
-        """Times of the errors despite which an earlier call has returned prompts."""
+        """Times of the errors that an earlier call has survived: it still returned prompts."""
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         """Samples as verl does.
 
         Raises:
-            RankError: If it fails, and an engine or a reward worker has raised since the last call that returned.
+            RankError: If sampling fails, and an engine or a reward worker has raised since the last call that returned.
         """
         with self._waits.waiting(Phase.ROLLOUT):
             try:

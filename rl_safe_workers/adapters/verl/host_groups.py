@@ -9,8 +9,8 @@ from rl_safe_workers.comms.bootstrap import HostGroups
 from rl_safe_workers.topology.groups import Classes, OpClass
 
 DATA_PARALLEL: Classes = (OpClass.REDUCE, OpClass.GATHER_SCATTER)
-"""Op classes on the data-parallel group without context parallelism. Over it verl counts tokens, averages the loss and
-gathers metrics (transformer_impl.py:842, engine_workers.py:202)."""
+"""Op classes on the data-parallel group without context parallelism. verl counts tokens, averages the loss and gathers
+metrics over this group (transformer_impl.py:842, engine_workers.py:202)."""
 
 
 WEIGHTS: Classes = (OpClass.GATHER_SCATTER,)

@@ -48,7 +48,7 @@ class _StartedLast:
         return _StartedLast(self._actor_class.options(**options), self._processes, self._settings)
 
     def remote(self, *arguments: Any) -> Any:
-        """Begins to watch the nodes, because Ray is up by now, and creates the actor."""
+        """Begins to watch the nodes, because Ray is up by now. Then creates the actor."""
         answer_sigterm()
         self._processes.watch_nodes(self._settings.timeouts.stopped)
         return self._actor_class.remote(*arguments)

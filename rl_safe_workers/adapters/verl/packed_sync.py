@@ -1,7 +1,7 @@
 """Packs the weights of verl's weight syncs: the trainers' side.
 
-verl exports weights one by one over its trainers' groups, and sends each as a tensor of its own. Here each goes once,
-in a bucket, from a rank that has it. `vllm_engine` unpacks the buckets.
+verl exports weights one by one over its trainers' groups, and sends each as a tensor of its own. Here each weight goes
+once, in a bucket, from a rank that has it. `vllm_engine` unpacks the buckets.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ BUCKET_BYTES = 256 * 2**20
 
 
 class PackedSync:
-    """The weights that an engine sends. The first sync is verl's own, and later ones are packed if that is possible."""
+    """Yields the weights that an engine sends. The first sync is verl's own. Later ones are packed if possible."""
 
     def __init__(self, engine: Any, *, host_bytes: int) -> None:
         """Stores its arguments.
 
         Args:
             engine: verl's Megatron engine.
-            host_bytes: Size of verl's own buckets.
+            host_bytes: Size of verl's own buckets, in bytes.
         """
         self._engine, self._host_bytes = engine, host_bytes
         self._export: PackedExport | None = None
@@ -51,7 +51,7 @@ class PackedSync:
 
         Args:
             exported: verl's own export, which has not begun. It is not used if the sync is packed.
-            digests: Takes digests of the weights that this rank packs; None if it is not asked to.
+            digests: Takes digests of the weights that this rank packs; None if the sync is not to be proved.
 
         Raises:
             WeightSyncError: If a weight is not as it was planned.
@@ -74,7 +74,7 @@ class PackedSync:
         for number in range(len(export.buckets)):
             buffer = next(buffers)
             if buffer.nbytes > self._host_bytes and buffer.is_cuda:
-                # verl lets the engine read such a tensor where it is, and may not wait until it is complete
+                # verl lets the engine read such a tensor in place, perhaps before it is complete
                 # (bucketed_weight_transfer.py: _direct_send_large_weight).
                 torch.cuda.current_stream(device).synchronize()
             yield bucket_tensor(number, buffer)

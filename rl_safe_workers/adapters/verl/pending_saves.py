@@ -66,7 +66,7 @@ class PendingSaves(Part):
     """The saves in the background of all engines of a process."""
 
     def __init__(self, rank: TrainingRank, tracker: StepTracker) -> None:
-        """Follows no save yet.
+        """Starts without a save.
 
         Args:
             rank: This rank.

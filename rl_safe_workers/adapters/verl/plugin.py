@@ -1,9 +1,9 @@
 """Registers our Megatron engines with verl. ``import verl`` loads this module in every process of a job.
 
 verl finds it by the entry point ``verl.plugins``, or by
-``VERL_USE_EXTERNAL_MODULES=rl_safe_workers.adapters.verl.plugin``. It acts only if ``VERL_ENGINE_VENDOR=rl_safe`` is
-set. It imports nothing heavy, because it changes verl only after verl has imported the modules in question. Most
-processes of a job, such as vLLM's, never import verl's engines.
+``VERL_USE_EXTERNAL_MODULES=rl_safe_workers.adapters.verl.plugin``. It registers engines only if
+``VERL_ENGINE_VENDOR=rl_safe`` is set. It imports nothing heavy, because it changes verl's modules only after verl has
+imported them. Most processes of a job, such as vLLM's, never import verl's engines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ENGINES = "verl.workers.engine"
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module as Python does, and changes it after it has been executed, also when it is reloaded.
+    """Imports one module as Python does, then changes it. A reload changes the module again.
 
     verl has no hook for this. Importing verl's modules here would cost each process of the job seconds. It would also
     be a circular import, because verl is being imported.
@@ -118,5 +118,5 @@ def activate() -> None:
 try:
     activate()
 except (ConfigError, ImportError) as error:
-    # verl logs most errors of an entry point at level DEBUG and goes on with its own engines, but not a SystemExit.
+    # verl logs most errors of an entry point at level DEBUG and goes on with its own engines. It catches no SystemExit.
     raise SystemExit(f"rl_safe: {environment.ENGINE_VENDOR}={environment.VENDOR} is set, but {error}") from error

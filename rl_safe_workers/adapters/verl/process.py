@@ -69,8 +69,8 @@ class TrainerProcess(HostedTrainer):
         settings: The adapter's settings.
         save_seconds: Seconds that saves have taken since the metrics were last read.
         is_gathering: Whether this rank takes part in a gather of weights for a sync.
-        sync_is_packed: Whether the current or the last weight sync is packed; None before it, and if the settings do
-            not ask for that.
+        sync_is_packed: Whether the current or the last weight sync is packed; None before the first sync, and without
+            the setting ``packed_sync``.
         has_trained: Whether there was an update since the metrics were last read.
         tracker: Names a step once every engine has saved it.
         saves: The saves in the background.
@@ -120,7 +120,7 @@ class TrainerProcess(HostedTrainer):
     def creating_groups(self, features: Features, engine: Any) -> Iterator[None]:
         """Creates Megatron's groups. The body is verl's own creation, which does nothing if there are groups already.
 
-        verl does not limit NCCL's channels when it creates groups (transformer_impl.py:271), and uses existing groups.
+        verl would create them without limits on NCCL's channels (transformer_impl.py:271), but it uses existing groups.
 
         Collective over: the training world.
 
@@ -183,7 +183,7 @@ class TrainerProcess(HostedTrainer):
             )
 
     def fail_with(self, error: BaseException) -> None:
-        """Ends this rank's part of a job without a driver after a failure, and logs where the failure began.
+        """Ends this rank's part of a failed job that has no driver, and logs where the failure began.
 
         Not collective; see `HostedTrainer.end_failed`. Does nothing if the rank has ended its part already.
         """

@@ -1,7 +1,7 @@
 """Our plugin for Hydra's search path. It adds our config group, and refuses a job that would silently use stock verl.
 
-`main_ppo` registers it. Hydra also finds it under verl's own entry, by a module in the namespace package
-``hydra_plugins``. With ``VERL_USE_EXTERNAL_PLUGINS=none``, nothing else of ours is loaded there.
+`main_ppo` and `main_sft` register it. Hydra also finds it under verl's own entry, by a module in the namespace package
+``hydra_plugins``. With ``VERL_USE_EXTERNAL_PLUGINS=none``, verl's entry loads nothing else of ours.
 """
 
 from __future__ import annotations

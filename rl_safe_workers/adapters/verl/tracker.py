@@ -12,7 +12,7 @@ class StepTracker:
     """Names a step in the tracker file once every engine of the process has saved it.
 
     If the actor saves synchronously, verl's driver names a step after all roles have saved it. Else verl leaves this to
-    the workers (trainer_base.py:1011). There, each role's manager names the step after its own save
+    the workers (trainer_base.py:1011). In stock verl, each role's manager then names the step after its own save
     (megatron_checkpoint_manager.py:1136), even if the other roles' saves have failed.
     """
 

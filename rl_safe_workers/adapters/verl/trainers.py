@@ -76,7 +76,7 @@ def _within(name: str, phase: Phase) -> Callable[..., Any]:
 
 
 class SafeTrainerMixin:
-    """Overrides parts of verl's trainers. Guarded attributes, and methods without ``rl_safe`` or ``_``, are verl's."""
+    """Overrides parts of verl's trainers. Of its public names, only `end_groups` and ``rl_safe_*`` are ours."""
 
     config: Any
     role_worker_mapping: dict[Any, Any]
@@ -86,7 +86,7 @@ class SafeTrainerMixin:
     train_dataloader = _Guarded(lambda loader, trainer: GuardedRows(loader, trainer.rl_safe_waits))
     val_dataloader = _Guarded(lambda loader, trainer: GuardedRows(loader, trainer.rl_safe_waits))
     replay_buffer = _Guarded(lambda buffer, trainer: guarded_samples(buffer, trainer.rl_safe_waits))
-    # The training ranks have the deadlines of these phases, because one call may run several phases.
+    # These only note the phase. The training ranks keep the deadlines, because one call may run several phases.
     _compute_old_log_prob = _within("_compute_old_log_prob", Phase.LOGPROB)
     _compute_ref_log_prob = _within("_compute_ref_log_prob", Phase.LOGPROB)
     _compute_values = _within("_compute_values", Phase.LOGPROB)
@@ -136,7 +136,7 @@ class SafeTrainerMixin:
         return list(found.values())
 
     def _worker_groups(self) -> list[Any]:
-        """The worker groups that exist, each once."""
+        """Lists the worker groups that exist, each once."""
         found = {id(group): group for name in _GROUPS if (group := getattr(self, name, None)) is not None}
         return list(found.values())
 
@@ -172,7 +172,7 @@ class SafeTrainerMixin:
             super().init()  # type: ignore[misc]
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Trains as verl does, then ends the groups; together, if nothing has failed.
+        """Trains as verl does, then ends the groups. If nothing has failed, all ranks end them together.
 
         Raises:
             RunError: If training succeeded and ending the groups failed; names the ranks.
@@ -192,7 +192,7 @@ class SafeTrainerMixin:
         self._pending_sync_metrics = {**pending, **_worst(everyone), **self._proof()}
 
     def _proof(self) -> dict[str, float]:
-        """Takes the metrics of a sync that was proved since the last call."""
+        """Returns the metrics of a sync that was proved since the last call; empty if no sync was proved."""
         transfer = getattr(self, "checkpoint_manager", None)
         if not isinstance(transfer, ProvedTransfer):
             return {}

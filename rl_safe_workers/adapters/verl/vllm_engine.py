@@ -1,7 +1,7 @@
 """Makes verl's vLLM engines take packed weight syncs, and read their weights back. Importing this module imports vLLM.
 
 verl takes the replica's class from a registry, the server's class from the replica, and the name of the worker's
-extension from the server. Each class here is verl's with some more calls.
+extension from the server. Each class here is verl's class with some more calls.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class SafeServer(vLLMHttpServer):
         return f"{SafeWorkerExtension.__module__}.{SafeWorkerExtension.__qualname__}"
 
     async def rl_safe_prove(self) -> str | None:
-        """Calls `SafeWorkerExtension.rl_safe_prove` on the engine's workers. Returns the first reason, if any."""
+        """Calls `ProvedWorker.rl_safe_prove` on all workers. Returns the first reason against a proof, if any."""
         return next(filter(None, await self.engine.collective_rpc("rl_safe_prove")), None)
 
     async def rl_safe_learn_anew(self) -> str | None:

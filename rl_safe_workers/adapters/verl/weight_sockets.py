@@ -5,7 +5,7 @@ every Ray cluster counts its jobs from 1. So two jobs on one machine, each with 
 sockets. The trainers of one job then send weights to the engines of the other, or wait for engines that never read. And
 any user of the machine could take such a name first.
 
-The new folder has the job's random id in its name, and only its user can enter it. `MachineProcesses` removes it.
+The new folder has the job's random id in its name, and only the job's user can enter it. `MachineProcesses` removes it.
 """
 
 from __future__ import annotations

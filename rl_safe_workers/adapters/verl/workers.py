@@ -90,7 +90,7 @@ class _Syncs(_Calls):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rl_safe_prove(self) -> None:
-        """Makes this rank take digests in the next sync: of the weights that it packs.
+        """Makes this rank take digests of the weights that it packs in the next sync.
 
         If the sync is not packed, rank 0 takes digests of all weights, and the other ranks take none.
         """
