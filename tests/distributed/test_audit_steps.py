@@ -71,6 +71,7 @@ def root(seeded_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
     return root
 
 
+@pytest.mark.every_case
 def test_twenty_honest_pairs_raise_no_alarm(root: Path) -> None:
     for first, second in pairwise(range(1, HONEST + 2)):
         report = audit_steps(step_dir(root, first), step_dir(root, second))

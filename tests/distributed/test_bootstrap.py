@@ -270,7 +270,7 @@ def _parts_of(worker: Worker) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["never", "late"])
+@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.every_case), True], ids=["never", "late"])
 def test_a_rank_that_does_not_come_in_time_is_named_at_every_group(late: bool, address, seeded_models) -> None:
     config = _config(seeded_models["moe"], pp=2, ep=2)
     outcomes = values(run_ranks(_stray, SIZE, address, config, late, timeout_s=90))

@@ -46,7 +46,7 @@ def _kill_at_every_moment(rank: int, folder: Path, roots: Path, step: int) -> li
     raise AssertionError
 
 
-@pytest.mark.parametrize("step", [5, 4], ids=["next_step", "same_step"])
+@pytest.mark.parametrize("step", [5, pytest.param(4, marks=pytest.mark.every_case)], ids=["next_step", "same_step"])
 def test_a_kill_at_any_moment_of_a_save_and_its_pruning_loses_nothing(step: int, folder: Path, tmp_path: Path) -> None:
     before, went_on = look(folder), []
     (killed,) = values(run_ranks(_kill_at_every_moment, 1, folder, tmp_path / "killed", step))

@@ -87,7 +87,7 @@ def _save(rank: int, address: StoreAddress, root: Path, *steps: int, background:
     return counts[0]
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.every_case), True], ids=["sync", "async"])
 def test_the_newest_complete_checkpoint_loads_bit_for_bit_after_every_kill(background: bool, tmp_path: Path) -> None:
     rng, steps, died = random.Random(background), [1], 0
     with served_store() as address:

@@ -28,7 +28,9 @@ def layout(world_size: int, **sizes: int) -> ParallelLayout:
 
 
 @pytest.mark.timeout(600)  # every rank of 200 layouts takes half a minute of a core
-@pytest.mark.parametrize(("cases", "layouts"), [("small", 443), ("random", 200)])
+@pytest.mark.parametrize(
+    ("cases", "layouts"), [("small", 443), pytest.param("random", 200, marks=pytest.mark.every_case)]
+)
 @pytest.mark.parametrize("version", [INSTALLED, *sorted(UNPACKED)])
 def test_every_rank_of_every_layout_has_the_groups_that_megatron_makes(version: str, cases: str, layouts: int) -> None:
     """``small``: every layout of up to 8 ranks that factors; ``random``: 200 of up to 64 ranks, from a seed."""

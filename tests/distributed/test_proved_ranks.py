@@ -25,7 +25,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"enable_expert_parallel": True}], ids=["tensor parallel", "expert parallel, too"]
+    "options",
+    [{}, pytest.param({"enable_expert_parallel": True}, marks=pytest.mark.every_case)],
+    ids=["tensor parallel", "expert parallel, too"],
 )
 def test_workers_prove_what_they_hold_together(options: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "model"

@@ -385,7 +385,11 @@ def _train(rank: int, address: StoreAddress, config: RunConfig, releases: bool) 
     return seen
 
 
-@pytest.fixture(scope="module", params=[{"pp": 4}, {"pp": 2, "ep": 2}], ids=["pp4", "pp2_ep2"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param({"pp": 4}, marks=pytest.mark.every_case), {"pp": 2, "ep": 2}],
+    ids=["pp4", "pp2_ep2"],
+)
 def trained(request, four_layers) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     config = run_config(four_layers, **request.param)
     runs = []

@@ -101,6 +101,7 @@ def _gone_after(cluster: LocalCluster, seconds: float) -> float:
     return time.monotonic() - started_s
 
 
+@pytest.mark.every_case
 def test_without_us_a_failed_job_leaves_processes_on_every_node(machines, source) -> None:
     job = machines.submit("stock", _command(source, source / "examples" / "run_grpo.py", "fail"))
     assert job.finish() != 0
@@ -119,7 +120,7 @@ def test_a_job_that_fails_leaves_nothing_on_any_node(machines, source) -> None:
     _gone_after(machines, 5.0)
 
 
-@pytest.mark.parametrize("how", ["stopped", "killed"])
+@pytest.mark.parametrize("how", [pytest.param("stopped", marks=pytest.mark.every_case), "killed"])
 def test_a_job_that_is_stopped_or_whose_driver_is_killed_leaves_nothing_on_any_node(how, machines, source) -> None:
     job = machines.submit(how, _command(source, SAFE))
     job.wait_for(lambda: has_helpers(machines.processes()) == NODES, "its workers have started")
@@ -161,7 +162,11 @@ def test_a_job_with_a_ray_of_its_own_that_fails_leaves_nothing(source, tmp_path)
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda signum: signum.name)
+@pytest.mark.parametrize(
+    "signum",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.every_case), signal.SIGKILL],
+    ids=lambda signum: signum.name,
+)
 def test_a_job_with_a_ray_of_its_own_that_is_stopped_or_killed_leaves_nothing(signum, source, tmp_path) -> None:
     with running(_command(source, SAFE), tmp_path / "job") as run:
         run.wait_until(lambda: "the workers have started" in run.out)

@@ -106,6 +106,7 @@ def test_a_rank_killed_during_a_save_is_named_within_the_timeout_and_the_save_be
     assert (tmp_path / "global_step_1" / "actor" / "ckpt_contents.json").exists()
 
 
+@pytest.mark.every_case
 def test_stock_verl_names_no_rank_that_was_killed_during_a_save(tiny_moe, tmp_path) -> None:
     outcomes = run_verl_ranks(_killed_save, SIZE, tiny_moe, tmp_path, stock=True, timeout_s=100)
     survivors = [outcome for outcome in outcomes if outcome.rank != VICTIM]

@@ -106,13 +106,11 @@ FAULTS = {
 
 UNBOUND = ("trainer_stopped_for_too_long", "agent_loop_killed")
 """Faults that are seen long before a deadline."""
-SAMPLE = ("agent_loop_killed",)
-"""Beside it, the sample of the diagnosis has an engine that hangs in a sync, and a rank stopped in a save."""
-CASES = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.every_case) for name in FAULTS]
 
 
+@pytest.mark.every_case  # the sample of the diagnosis has an engine that hangs in a sync, and a rank stopped in a save
 @pytest.mark.timeout(LIMIT_S + 60)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_ends_the_job_and_its_first_line_says_where_it_began(name, tmp_path) -> None:
     fault, phase, told = FAULTS[name]
     limit_s = HANDING_OUT_S if phase == "rollout" else TIMEOUT_S
