@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,6 +87,10 @@ class _Provider(HypothesisProvider):
 AVAILABLE_PROVIDERS["fixed"] = _Provider
 
 
+class _Enough(BaseException):
+    """Ends hypothesis once there are enough examples. hypothesis would catch an ``Exception``, and go on."""
+
+
 def grow(strategy: st.SearchStrategy[Value], count: int, *, seed: int) -> list[Value]:
     """Returns the first ``count`` examples of a strategy, all different."""
     found: dict[str, Value] = {}
@@ -101,10 +106,12 @@ def grow(strategy: st.SearchStrategy[Value], count: int, *, seed: int) -> list[V
     )
     @given(strategy)
     def collect(value: Value) -> None:
-        if len(found) < count:
-            found.setdefault(repr(value), value)
+        found.setdefault(repr(value), value)
+        if len(found) == count:
+            raise _Enough
 
-    collect()
+    with suppress(_Enough):
+        collect()
     return list(found.values())
 
 
