@@ -14,6 +14,8 @@ from typing import Any
 
 PRELOAD = ["tests.distributed.preload"]
 """Imported once, in the process that all ranks fork from, so that a test does not pay for imports again."""
+BUSY = 3.0
+"""Ranks may take that many times longer on a busy machine. The limit only ends ranks that hang."""
 LINGER_S = 0.2
 """How long a rank that raised still lives, as an actor would: others may be about to finish what it took part in."""
 
@@ -58,7 +60,7 @@ def run_ranks(
     """Calls ``function(rank, *args)`` in ``size`` processes and returns their outcomes by rank.
 
     A rank that has returned lives on until every other has returned, raised or died; one that raised, for `LINGER_S`.
-    A rank still running after ``timeout_s`` is killed, and its outcome says that it did not finish.
+    A rank still running after ``BUSY * timeout_s`` is killed, and its outcome says that it did not finish.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -71,7 +73,7 @@ def run_ranks(
         processes.append(process)
         pipes[ours] = rank
     outcomes: dict[int, Outcome] = {}
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + BUSY * timeout_s
     pending = dict(pipes)
     while pending and (remaining := deadline - time.monotonic()) > 0:
         for pipe in wait(list(pending), timeout=remaining):
