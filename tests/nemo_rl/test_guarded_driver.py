@@ -498,7 +498,7 @@ def test_after_a_failure_nobody_is_waited_for_that_waits_himself(ends, caplog) -
         raise RunError("the job is over")
     except RunError:
         driver.end()
-    assert time.monotonic() - started_s < guarded_driver.AFTER_FAILURE_S + 2
+    assert time.monotonic() - started_s < guarded_driver.AFTER_FAILURE_S + LIMIT_S
     assert (driver.policy.worker_group.workers, driver.generation.worker_group.workers) == ([], [])
     assert "the job has failed: the job is over" in caplog.text
 
