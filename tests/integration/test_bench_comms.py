@@ -28,6 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 WAYS = (comms.OURS, comms.RELEASES)
 
 
+@pytest.mark.every_case
 def test_every_kind_of_job_trains(model: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     overrides = [f"model.path={model}", "actor.ppo_micro_batch_size_per_gpu=2"]

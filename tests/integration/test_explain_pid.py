@@ -116,7 +116,7 @@ def ranks_of(culprits: list[str]) -> list[str]:
         ("other", 3, f"is in barrier of the world at {WHERE}"),
         pytest.param("pipe", 1, "waits at a pipe whose other end process", marks=pytest.mark.every_case),
         pytest.param("lock", 1, "/lock, which process", marks=pytest.mark.every_case),
-        ("disk", 1, "is in uninterruptible sleep"),
+        pytest.param("disk", 1, "is in uninterruptible sleep", marks=pytest.mark.every_case),
         pytest.param(
             "sleeps-outside-pair",
             1,
@@ -124,7 +124,7 @@ def ranks_of(culprits: list[str]) -> list[str]:
             marks=pytest.mark.every_case,
         ),
         pytest.param("receive-chain", 3, "ranks 0-2 wait for it in recv from rank 1", marks=pytest.mark.every_case),
-        ("sleeps-before-async", 1, f"is at {SLEEPS_AT}"),
+        pytest.param("sleeps-before-async", 1, f"is at {SLEEPS_AT}", marks=pytest.mark.every_case),
     ],
 )
 def test_the_rank_that_holds_the_others_up_is_named(

@@ -25,8 +25,8 @@ from rl_safe_workers.adapters.nemo_rl.guarded_driver import ENGINE_CALLS, REFIT,
 from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import NemoRlTimeouts
 from rl_safe_workers.errors import ConfigError, JobError, PhaseTimeoutError, RunError, WeightSyncError
 from rl_safe_workers.ranks import RankId, Role, trainer_id
-from rl_safe_workers.rollout.sync_proof import HeldWeights, SentWeights
 from rl_safe_workers.worlds.address import StoreAddress
+from tests.nemo_rl.silent_worker import SilentWorker
 
 TIMEOUTS = NemoRlTimeouts(sync=1.0, rollout=1.0, joint=1.0, teardown=1.0, save=4.0)
 LIMIT_S = 10.0
@@ -51,68 +51,8 @@ def _evidence_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
 
 
-@ray.remote(num_cpus=0)
-class _Worker:
-    """A worker of either kind, some of whose calls may have no answer."""
-
-    def __init__(self, silent: str = "", wrong: int = 0, plan: dict[str, Any] | None = None) -> None:
-        self._silent, self._wrong = silent, wrong
-        """Number of refits after which it holds other weights than were sent."""
-        self._plan, self._told = plan, None
-
-    def rl_safe_prove(self) -> str | None:
-        return None
-
-    def rl_safe_sent(self) -> SentWeights:
-        return SentWeights(digests={"w": 7}, seconds=0.0)
-
-    def rl_safe_held(self) -> HeldWeights:
-        self.call("held")
-        self._wrong -= 1
-        held = (("w", 8 if self._wrong >= 0 else 7),)
-        return HeldWeights(digests=held, converted=0, unread=(), faults=(), seconds=0.0)
-
-    def rl_safe_engine(self) -> dict[str, Any]:
-        obstacle = "its weights are quantised" if self._silent == "quantised" else None
-        return {"size": 2, "kv_heads": 4, "expert_parallel": False, "obstacle": obstacle}
-
-    def rl_safe_plan_refits(self) -> dict[str, Any] | None:
-        self.call("plan")
-        return self._plan
-
-    def rl_safe_join(self, *told: Any) -> None:
-        self.call("join")
-        self._told = told
-
-    def rl_safe_leave(self) -> None:
-        Path(self._plan["leaves"]).touch()
-
-    def told(self) -> Any:
-        return self._told
-
-    def is_alive(self) -> bool:
-        return True
-
-    def call(self, name: str, answer: Any = None) -> Any:
-        if self._silent == name:
-            time.sleep(60)
-        return answer
-
-    def finish_save(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    def rl_safe_end_groups(self) -> dict[int, str]:
-        return self.call("end", {})  # type: ignore[no-any-return]
-
-    def shutdown(self, failure: str | None = None) -> bool:
-        return failure is None
-
-    def pid(self) -> int:
-        return os.getpid()
-
-
 def _started(silent: str = "", wrong: int = 0, plan: dict[str, Any] | None = None) -> Any:
-    worker = _Worker.remote(silent, wrong, plan)
+    worker = SilentWorker.remote(silent, wrong, plan)
     assert ray.get(worker.is_alive.remote())
     return worker
 

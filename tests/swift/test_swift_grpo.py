@@ -172,6 +172,7 @@ def server(folder: Path, breaks: str = "") -> Iterator[tuple[str, ...]]:
             one.kill()
 
 
+@pytest.mark.every_case
 def test_a_server_generates_as_with_stock(forge: Forge, inputs: Path, tmp_path: Path) -> None:
     jobs = []
     for ours in (True, False):

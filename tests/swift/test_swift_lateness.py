@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.swift.jobs import BREAK, Forge
 
 EP2 = ("--expert_model_parallel_size", "2")
@@ -36,6 +38,7 @@ def test_a_save_in_the_background_is_named_when_it_is_complete(forge: Forge, inp
     assert resumed.check().losses == own.losses[2:]
 
 
+@pytest.mark.every_case
 def test_lora_and_a_plugin_of_the_users_pass_through(forge: Forge, inputs: Path, tmp_path: Path) -> None:
     plugin = tmp_path / "plugin" / "users_plugin.py"
     plugin.parent.mkdir()
@@ -50,6 +53,7 @@ def test_lora_and_a_plugin_of_the_users_pass_through(forge: Forge, inputs: Path,
     assert (jobs[0].folder / "imported1").exists()
 
 
+@pytest.mark.every_case
 def test_a_dense_model_passes_through(forge: Forge, dense: Path, tmp_path: Path) -> None:
     jobs = [
         forge.train(tmp_path / name, dense, "--model_type", "qwen3", ours=ours).check()

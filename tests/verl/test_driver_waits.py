@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import re
@@ -34,13 +33,13 @@ from rl_safe_workers.errors import PhaseTimeoutError, Raised, RankError, RunErro
 from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, Role, trainer_id
 from tests.verl.test_hydra import ON, composed
+from tests.verl.waiting_actors import Engine, PlainLoop, Rank, Server
 
 TIMEOUTS = VerlTimeouts(sync=2.0, rollout=1.0)
 # For waits that must end before their deadline. A busy machine does not reach it.
 PATIENT_S = 120.0
 PATIENT = VerlTimeouts(sync=PATIENT_S, rollout=PATIENT_S)
 LIMIT_S = 10.0
-SILENT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -49,42 +48,6 @@ def _cluster() -> Iterator[None]:
     ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
-
-
-@ray.remote(num_cpus=0)
-class _Server:
-    """A rollout server; one of its calls may have no answer, and another one may fail."""
-
-    def __init__(self, silent: str = "", fails: str = "") -> None:
-        self._silent, self._fails = silent, fails
-
-    async def sleep(self) -> None:
-        self._answer("sleep")
-
-    async def clear_kv_cache(self) -> None:
-        self._answer("clear_kv_cache")
-
-    def _answer(self, call: str) -> None:
-        if self._silent == call:
-            time.sleep(SILENT_S)
-        if self._fails == call:
-            raise AssertionError("Memory usage increased after sleeping.")
-
-    async def pid(self) -> int:
-        return os.getpid()
-
-
-@ray.remote(num_cpus=0)
-class _Rank:
-    """A training rank whose sync fails, or never ends."""
-
-    def __init__(self, error: Exception | None) -> None:
-        self._error = error
-
-    def update_weights(self) -> None:
-        if self._error is not None:
-            raise self._error
-        time.sleep(SILENT_S)
 
 
 class _Replica(RolloutReplica):
@@ -132,7 +95,7 @@ def _late(call: Any) -> tuple[PhaseTimeoutError, float]:
 
 @pytest.mark.usefixtures("_cluster")
 def test_a_replica_that_does_not_fall_asleep_is_named() -> None:
-    trainer = _trainer(_Server.remote(), _Server.remote(silent="sleep"))
+    trainer = _trainer(Server.remote(), Server.remote(silent="sleep"))
     error, waited_s = _late(trainer.checkpoint_manager.sleep_replicas)
     assert (error.phase, error.missing) == ("sync", {RankId(Role.ROLLOUT, 1)})
     assert "rollout replica 1 does not answer" in str(error)
@@ -144,7 +107,7 @@ def test_a_replica_that_does_not_fall_asleep_is_named() -> None:
 
 @pytest.mark.usefixtures("_cluster")
 def test_a_replica_that_fails_to_fall_asleep_is_named() -> None:
-    trainer = _trainer(_Server.remote(), _Server.remote(fails="sleep"))
+    trainer = _trainer(Server.remote(), Server.remote(fails="sleep"))
     with pytest.raises(RankError) as caught:
         trainer.checkpoint_manager.sleep_replicas()
     assert (caught.value.rank_id, caught.value.cause) == (RankId(Role.ROLLOUT, 1), Raised())
@@ -154,8 +117,8 @@ def test_a_replica_that_fails_to_fall_asleep_is_named() -> None:
 
 @pytest.mark.usefixtures("_cluster")
 def test_a_training_rank_that_is_stopped_is_named() -> None:
-    rank = _Rank.remote(None)
-    trainer = _trainer(_Server.remote(), ranks=(rank,))
+    rank = Rank.remote(None)
+    trainer = _trainer(Server.remote(), ranks=(rank,))
     error, waited_s = _late(trainer.checkpoint_manager.update_weights)
     assert error.missing == {trainer_id(0)}
     assert "training rank 0 does not answer" in str(error)
@@ -164,9 +127,9 @@ def test_a_training_rank_that_is_stopped_is_named() -> None:
 
 @pytest.mark.usefixtures("_cluster")
 def test_a_failed_sync_names_a_rollout_process_that_has_died() -> None:
-    server = _Server.remote()
+    server = Server.remote()
     os.kill(ray.get(server.pid.remote()), signal.SIGKILL)
-    trainer = _trainer(server, ranks=(_Rank.remote(ValueError("connection lost")),), timeouts=PATIENT)
+    trainer = _trainer(server, ranks=(Rank.remote(ValueError("connection lost")),), timeouts=PATIENT)
     with pytest.raises(RunError, match=r"rollout replica 0 has died; .*ValueError: connection lost") as caught:
         trainer.checkpoint_manager.update_weights()
     assert caught.value.culprit == RankId(Role.ROLLOUT, 0)
@@ -174,9 +137,9 @@ def test_a_failed_sync_names_a_rollout_process_that_has_died() -> None:
 
 @pytest.mark.usefixtures("_cluster")
 def test_dead_rollout_process_is_named_before_the_deadline() -> None:
-    server = _Server.remote()
+    server = Server.remote()
     os.kill(ray.get(server.pid.remote()), signal.SIGKILL)
-    trainer = _trainer(server, ranks=(_Rank.remote(None),), timeouts=PATIENT)
+    trainer = _trainer(server, ranks=(Rank.remote(None),), timeouts=PATIENT)
     with pytest.raises(RunError, match=r"rollout replica 0 has died$") as caught:
         trainer.checkpoint_manager.update_weights()
     assert caught.value.culprit == RankId(Role.ROLLOUT, 0)
@@ -191,7 +154,7 @@ def test_dead_rollout_process_is_named_before_the_deadline() -> None:
 )
 def test_a_look_ends_no_wait_for_another_death(phase: Phase, rank_id: RankId, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_waits, "_LOOK_S", 0.2)
-    actor = _Server.remote()
+    actor = Server.remote()
     os.kill(ray.get(actor.pid.remote()), signal.SIGKILL)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(actor.pid.remote())
@@ -206,7 +169,7 @@ def test_a_look_ends_no_wait_for_another_death(phase: Phase, rank_id: RankId, mo
 def test_a_deadline_passes_in_time_if_ray_does_not_answer_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_waits, "_LOOK_S", 0.2)
     monkeypatch.setattr(driver_waits, "actor_table", lambda: time.sleep(60))
-    actor = _Server.remote()
+    actor = Server.remote()
     party = Party("the engine", RankId(Role.ROLLOUT, 0), actor, actor.pid.remote)
     waits = DriverWaits(TIMEOUTS, lambda: [party])
     error, waited_s = _late(lambda: waits.bounded(Phase.SYNC, "the sync", lambda: time.sleep(60), workers_first=False))
@@ -221,7 +184,7 @@ def test_a_look_that_fails_ends_no_wait(monkeypatch: pytest.MonkeyPatch, caplog:
 
     monkeypatch.setattr(driver_waits, "_LOOK_S", 0.2)
     monkeypatch.setattr(driver_waits, "actor_table", broken)
-    party = Party("the engine", RankId(Role.ROLLOUT, 0), _Server.remote(), lambda: None)
+    party = Party("the engine", RankId(Role.ROLLOUT, 0), Server.remote(), lambda: None)
     waits = DriverWaits(PATIENT, lambda: [party])
     assert waits.bounded(Phase.SYNC, "the sync", lambda: time.sleep(1.5) or "done") == "done"
     assert "could not look for dead engines: no table" in caplog.text
@@ -237,8 +200,8 @@ def test_a_timeout_that_a_rank_has_told_of_goes_on_as_it_is(monkeypatch: pytest.
         waited_s=2.0,
         setting="rl_safe.timeouts.sync",
     )
-    rank = _Rank.remote(told)
-    trainer = _trainer(_Server.remote(silent="clear_kv_cache"), ranks=(rank,), timeouts=PATIENT)
+    rank = Rank.remote(told)
+    trainer = _trainer(Server.remote(silent="clear_kv_cache"), ranks=(rank,), timeouts=PATIENT)
     with pytest.raises(ray.exceptions.RayTaskError) as caught:
         trainer.checkpoint_manager.update_weights()
     assert str(caught.value.cause) == str(told)
@@ -303,7 +266,7 @@ def test_the_last_poll_is_at_the_deadline() -> None:
     ],
 )
 def test_generation_ends_at_once_if_a_worker_of_verls_has_died(manager, workers, victim) -> None:
-    well, dead = _Server.remote(), _Server.remote()
+    well, dead = Server.remote(), Server.remote()
     trainer = _trainer(timeouts=PATIENT)
     setattr(trainer, manager, SimpleNamespace(**{workers: [well, dead]}))
     trainer.replay_buffer = _Buffer({})
@@ -315,7 +278,7 @@ def test_generation_ends_at_once_if_a_worker_of_verls_has_died(manager, workers,
 
 @pytest.mark.usefixtures("_cluster")
 def test_a_worker_that_dies_in_the_last_poll_ends_generation() -> None:
-    dead = _Server.remote()
+    dead = Server.remote()
     trainer = _trainer(timeouts=PATIENT)
     trainer.agent_loop_manager = SimpleNamespace(agent_loop_workers=[dead])
     buffer = _Buffer({2: "prompt0"}, prompts=1)
@@ -332,32 +295,10 @@ def test_a_worker_that_dies_in_the_last_poll_ends_generation() -> None:
         trainer.replay_buffer.sample(1, "train", 1)
 
 
-@ray.remote(num_cpus=0)
-class _Engine:
-    """A rollout server that raises."""
-
-    async def generate(self) -> None:
-        raise MemoryError("no room for the prompt")
-
-    async def clear_kv_cache(self) -> None:
-        """It is well otherwise."""
-
-
-class _PlainLoop:
-    """The part of verl's agent loop worker that an engine's error comes through."""
-
-    async def _run_agent_loop(self, engine: Any) -> None:
-        await engine.generate.remote()
-
-    async def run(self, engine: Any) -> str:
-        (error,) = await asyncio.gather(self._run_agent_loop(engine), return_exceptions=True)
-        return type(error).__name__
-
-
 def _heard(buffer: ReplayBuffer, role: Role) -> Any:
     """A trainer whose second engine, or reward worker, has raised in a rollout, before it samples."""
-    called = [_Engine.remote(), _Engine.remote()]
-    loop = ray.remote(num_cpus=0)(remembering(_PlainLoop)).remote()
+    called = [Engine.remote(), Engine.remote()]
+    loop = ray.remote(num_cpus=0)(remembering(PlainLoop)).remote()
     for _ in range(2):
         assert ray.get(loop.run.remote(called[1])) == "RayTaskError(MemoryError)"
     trainer = _trainer(*(called if role is Role.ROLLOUT else ()))
@@ -367,7 +308,7 @@ def _heard(buffer: ReplayBuffer, role: Role) -> Any:
     return trainer
 
 
-FAILED = r" failed in phase rollout at \S*test_driver_waits.py:\d+ \(generate\): MemoryError: no room for"
+FAILED = r" failed in phase rollout at \S*waiting_actors.py:\d+ \(generate\): MemoryError: no room for"
 ANSWERING = pytest.mark.parametrize("role", [Role.ROLLOUT, Role.REWARD])
 
 

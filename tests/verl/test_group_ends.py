@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +11,7 @@ from rl_safe_workers.adapters.group_ends import GroupEnd, end_of, error_of
 from rl_safe_workers.control.plane import NO_OUTCOME
 from rl_safe_workers.errors import PhaseTimeoutError, RunError
 from rl_safe_workers.ranks import trainer_id
+from tests.verl.waiting_actors import answer, hang
 
 LONG_S = 60.0
 
@@ -23,25 +23,15 @@ def _cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@ray.remote(num_cpus=0)
-def _answer(failures: dict[int, str]) -> dict[int, str]:
-    return failures
-
-
-@ray.remote(num_cpus=0)
-def _hang() -> None:
-    time.sleep(LONG_S)
-
-
 def test_a_group_that_ends_together_has_no_error() -> None:
-    end = end_of([_answer.remote({}), _answer.remote({})], LONG_S)
+    end = end_of([answer.remote({}), answer.remote({})], LONG_S)
     assert (end.late, end.text) == (frozenset(), "")
     assert error_of([end]) is None
 
 
 def test_a_rank_that_others_wait_for_in_vain_is_not_waited_for_much_longer() -> None:
     # The third one is well, and takes long to abort its groups.
-    end = end_of([_answer.remote({1: NO_OUTCOME}), _hang.remote(), _hang.remote()], LONG_S)
+    end = end_of([answer.remote({1: NO_OUTCOME}), hang.remote(), hang.remote()], LONG_S)
     assert end.waited_s < LONG_S / 2
     error = error_of([end])
     assert isinstance(error, PhaseTimeoutError)
@@ -50,11 +40,11 @@ def test_a_rank_that_others_wait_for_in_vain_is_not_waited_for_much_longer() -> 
 
 
 def test_a_rank_that_never_answers_is_named_after_the_patience() -> None:
-    end = end_of([_answer.remote({}), _hang.remote()], 3.0)
+    end = end_of([answer.remote({}), hang.remote()], 3.0)
     assert end.late == {1}
 
 
 def test_what_ranks_say_is_told_once() -> None:
-    end = end_of([_answer.remote({1: "ValueError: no"}), _answer.remote({1: "ValueError: no"})], LONG_S)
+    end = end_of([answer.remote({1: "ValueError: no"}), answer.remote({1: "ValueError: no"})], LONG_S)
     assert str(error_of([end])) == "teardown: rank 1: ValueError: no"
     assert isinstance(error_of([GroupEnd(2, frozenset(), 1.0, "no")]), RunError)

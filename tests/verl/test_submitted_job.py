@@ -64,6 +64,7 @@ def test_the_recipe_succeeds_as_a_job_and_gives_its_communicators_away_between_u
 
 
 @pytest.mark.timeout(START_S + 120)
+@pytest.mark.every_case
 def test_a_hanging_job_that_is_stopped_leaves_nothing(cluster: LocalCluster, tmp_path: Path) -> None:
     process = _submit(cluster, tmp_path, "verl_hang", fault="generate 1")
     since = tmp_path / "fault.since"
