@@ -111,7 +111,7 @@ def test_a_replica_that_fails_to_fall_asleep_is_named() -> None:
     with pytest.raises(RankError) as caught:
         trainer.checkpoint_manager.sleep_replicas()
     assert (caught.value.rank_id, caught.value.cause) == (RankId(Role.ROLLOUT, 1), Raised())
-    where = r" failed in phase sync at \S*test_driver_waits.py:\d+ \(_answer\): "
+    where = r" failed in phase sync at \S*waiting_actors.py:\d+ \(_answer\): "
     assert re.match(f"rollout rank 1{where}AssertionError: Memory usage", str(caught.value))
 
 
