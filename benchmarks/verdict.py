@@ -30,7 +30,7 @@ from torch.distributed import TCPStore
 
 from benchmarks.forks import in_a_fork
 from benchmarks.table import Goal, Row, at_least, at_most, machine_in_words
-from rl_safe_workers.control.plane import TRAINING_WORLD, ControlPlane
+from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.control.seal import new_secret
 from rl_safe_workers.diagnostics.diagnosis import diagnose_answers
 from rl_safe_workers.diagnostics.flight_recorder import Record, read_flights
@@ -38,7 +38,7 @@ from rl_safe_workers.diagnostics.inquiry import Answers, RankProcess
 from rl_safe_workers.diagnostics.stacks import Stack
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError
 from rl_safe_workers.lifecycle import Phase
-from rl_safe_workers.ranks import trainer_id, trainer_ids
+from rl_safe_workers.ranks import TRAINING_WORLD, trainer_id, trainer_ids
 from rl_safe_workers.versions import installed_versions
 
 SIZES = (1024, 4096)
