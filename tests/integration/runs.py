@@ -226,7 +226,16 @@ def finish(command: Sequence[str], folder: Path) -> Outcome:
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Outcome]) -> Outcome:
-    """Returns the outcome of a run that all processes of pytest-xdist share. The first that asks for it makes it."""
+    """Returns the outcome of a run that all processes of pytest-xdist share; see `json_once`."""
+    fields = json_once(factory, name, lambda folder: asdict(make(folder)))
+    return Outcome(**{**fields, "folder": Path(fields["folder"])})
+
+
+def json_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Any:
+    """Returns what ``make`` returns, as JSON brings it back. All processes of pytest-xdist share it.
+
+    The first that asks for it calls ``make``, with an empty folder.
+    """
     base = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent
@@ -234,9 +243,8 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
     with FileLock(base / f"{name}.lock"):
         if not kept.exists():
             (base / name).mkdir()
-            kept.write_text(json.dumps(asdict(make(base / name)), default=str))
-    fields = json.loads(kept.read_text())
-    return Outcome(**{**fields, "folder": Path(fields["folder"])})
+            kept.write_text(json.dumps(make(base / name), default=str))
+    return json.loads(kept.read_text())
 
 
 def files_under(folder: Path) -> Mapping[str, bytes]:

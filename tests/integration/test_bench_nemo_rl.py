@@ -104,6 +104,7 @@ def test_jobs_of_two_benchmarks_have_different_ports() -> None:
             assert len({mine, other, int(done.stdout)}) == 3
 
 
+@pytest.mark.every_case
 def test_a_placement_is_run_and_resumed(source: Path) -> None:
     lines: list[str] = []
     part: Callable[..., list[Row]] = nemo_rl.PARTS["apart"]

@@ -17,7 +17,7 @@ import pytest
 
 from rl_safe_workers.diagnostics.log_lines import ADVICE, Fault
 from tests.integration.ended_actors import GREED_BYTES, LIMIT_S
-from tests.integration.runs import REPOSITORY
+from tests.integration.runs import REPOSITORY, json_once
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 JOB = Path(__file__).with_name("ended_actors.py")
@@ -51,8 +51,11 @@ def verdicts(folder: Path, ways: list[str], variables: Mapping[str, str]) -> dic
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> Mapping[str, tuple[str | None, list[str]]]:
-    return verdicts(folder, list(WAYS), {})
+def found(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, tuple[str | None, list[str]]]:
+    ways: Mapping[str, tuple[str | None, list[str]]] = json_once(
+        tmp_path_factory, "endings", lambda _: verdicts(folder, list(WAYS), {})
+    )
+    return ways
 
 
 @pytest.mark.parametrize("way", WAYS)

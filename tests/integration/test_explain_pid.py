@@ -168,7 +168,7 @@ def test_the_other_ranks_of_a_job_are_found_from_one(start: Start, tmp_path: Pat
     assert (ranks_of(found["culprits"]), len(found["rows"])) == (["rank 3"], 4)
 
 
-@pytest.mark.parametrize("fault", ["pairs-crossed", "moves"])
+@pytest.mark.parametrize("fault", ["pairs-crossed", pytest.param("moves", marks=pytest.mark.every_case)])
 def test_nobody_is_named_where_the_facts_do_not_allow_it(fault: str, start: Start, tmp_path: Path) -> None:
     pids = start(fault, -1)
     time.sleep(2)

@@ -134,6 +134,7 @@ def test_an_actor_that_nobody_has_called_is_named(folder: Path) -> None:
     assert len(found["culprits"]) == 1
 
 
+@pytest.mark.every_case
 def test_a_constructor_that_the_others_wait_for_is_named(folder: Path) -> None:
     found = explained(folder, 2, job_text=IN_CONSTRUCTORS)
     (culprit,) = found["culprits"]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from rl_safe_workers.config import SeededModelConfig
 from rl_safe_workers.models.seeded import Family, create_seeded_model
 from tests.integration.runs import finish, rl_safe
 
 
+@pytest.mark.every_case
 def test_rollout_and_trainer_of_a_glm4_moe_agree_at_every_step(tmp_path: Path) -> None:
     model = tmp_path / "glm"
     create_seeded_model(model, SeededModelConfig(), family=Family.GLM4_MOE, settings={"num_nextn_predict_layers": 1})

@@ -164,7 +164,10 @@ def test_a_job_with_a_ray_of_its_own_that_fails_leaves_nothing(source, tmp_path)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "signum",
-    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.every_case), signal.SIGKILL],
+    [
+        signal.SIGTERM,
+        *(pytest.param(number, marks=pytest.mark.every_case) for number in (signal.SIGINT, signal.SIGKILL)),
+    ],
     ids=lambda signum: signum.name,
 )
 def test_a_job_with_a_ray_of_its_own_that_is_stopped_or_killed_leaves_nothing(signum, source, tmp_path) -> None:

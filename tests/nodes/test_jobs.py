@@ -155,6 +155,7 @@ def test_a_job_that_is_stopped_ends_as_a_run_that_is_interrupted(
     assert seconds < TIMEOUT_S + SLACK_S
 
 
+@pytest.mark.every_case
 def test_a_rank_that_hangs_is_found_where_it_is_on_whichever_node(
     three_nodes: LocalCluster, mended: Callable[[], None], moe_model: Path, tmp_path: Path
 ) -> None:
@@ -207,6 +208,7 @@ def test_an_engine_that_is_lost_on_another_node_is_replaced_there(
     assert three_nodes.left_of_runs() == []
 
 
+@pytest.mark.every_case
 def test_nothing_outlives_a_job_whose_driver_was_killed(
     three_nodes: LocalCluster, mended: Callable[[], None], moe_model: Path, tmp_path: Path
 ) -> None:

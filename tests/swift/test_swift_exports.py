@@ -51,6 +51,7 @@ def test_an_export_names_its_own_place(exports: tuple[Job, Job]) -> None:
     assert not shards.with_name("shards.incomplete").exists()
 
 
+@pytest.mark.every_case
 def test_a_killed_export_is_done_again(forge: Forge, inputs: Path, tmp_path: Path) -> None:
     seconds = {"timeouts": {"convert": 20, "outside": 20, "teardown": 5}}
     first = to_shards(

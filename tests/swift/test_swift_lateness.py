@@ -12,6 +12,7 @@ from tests.swift.jobs import BREAK, Forge
 EP2 = ("--expert_model_parallel_size", "2")
 
 
+@pytest.mark.every_case
 def test_a_rank_twice_the_deadline_late_is_named(forge: Forge, inputs: Path, tmp_path: Path) -> None:
     job = forge.train(
         tmp_path,

@@ -58,6 +58,7 @@ if __name__ == "__main__":
     assert done.stderr.endswith("rl_safe: phase sync: nobody came")
 
 
+@pytest.mark.every_case
 def test_a_job_that_would_save_into_another_runs_folder_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     with claimed({"trainer.default_local_dir": folder}):

@@ -127,6 +127,7 @@ def test_a_run_trains_saves_resumes_and_ends_together(tiny_moe, rows, tmp_path) 
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "3"
 
 
+@pytest.mark.every_case
 def test_a_rank_whose_data_waits_is_named_with_its_line_of_code(tiny_moe, rows, tmp_path) -> None:
     waiting = (f"data.custom_cls.path={ROOT}/tests/verl/waiting_rows.py", "data.custom_cls.name=WaitingRows")
     short = "actor_rollout_ref.rl_safe.timeouts.save=20"
