@@ -79,7 +79,7 @@ class LocalCluster:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": TOKEN,
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_worker_niceness": "0",  # see scripts/test
+            "RAY_worker_niceness": "5",  # see scripts/test
             "HF_HUB_OFFLINE": "1",
             "TMPDIR": str(self.folder),
         }
