@@ -43,6 +43,7 @@ def test_a_rollout_rank_that_raises_is_named(moe_model: Path, tmp_path: Path) ->
     assert outcome.records == []
 
 
+@pytest.mark.every_case
 def test_a_reward_function_that_raises_ends_the_run(moe_model: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARD)
     command = rl_safe("quickstart.yaml", f"model.path={moe_model}", STEPS, *SMALL, "reward.function=mine:reward")

@@ -32,6 +32,7 @@ def left_after(run: Running, seconds: float) -> list[str]:
     return [" ".join(process.cmdline())[:100] for process in found]
 
 
+@pytest.mark.every_case
 def test_a_job_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with running(start(tmp_path), tmp_path / "job") as run:
         outcome = run.finish()
