@@ -102,7 +102,7 @@ class GivenComms(Part):
         self.seconds += time.monotonic() - started_s
 
     def take_back(self) -> None:
-        """Takes the memory back: in the current phase, or in phase ``bootstrap`` if there is none.
+        """Takes the memory back in the current phase. Outside of phases, it enters phase ``bootstrap``.
 
         Collective over: the training world. Idempotent.
 

@@ -37,7 +37,7 @@ class SentDigests:
         """Takes digests of weights. Does not wait for a GPU.
 
         Args:
-            names: HF names of the weights. If there are none, nothing happens.
+            names: HF names of the weights. An empty collection changes nothing.
             take: Returns their digests in this order: int64, ``[number of names]``.
             started_s: When the work for these digests began, in seconds of the monotonic clock; None: now.
         """

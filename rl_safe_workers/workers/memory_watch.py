@@ -37,7 +37,7 @@ class MemoryWatch:
         self._who, self._device, self._first_here = who, device, first_here
         self._growth = MemoryGrowth()
         self._reading: Background[int | None] | None = None
-        """The read of the memory outside torch that the last step began; None if there is none."""
+        """Reads the memory outside torch since the last step began it; None if no step has begun a read."""
 
     @cached_property
     def _outside(self) -> Callable[[], int] | None:

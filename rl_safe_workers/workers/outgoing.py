@@ -210,8 +210,7 @@ class Outgoing:
             sizes = _sizes_in(tensors, [announced[name].size_bytes for name in names])
             take = prepared(tensors, sizes=sizes)
             if take is None:
-                if names:
-                    digests.add(names, partial(digests_of, tensors, sizes=sizes), started_s=started_s)
+                digests.add(names, partial(digests_of, tensors, sizes=sizes), started_s=started_s)
                 return
             kept = self._prepared[where] = names, take
         digests.add(*kept, started_s=started_s)
