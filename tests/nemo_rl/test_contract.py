@@ -138,7 +138,7 @@ def test_a_host_that_lacks_a_name_is_refused_unless_nobody_calls_it_then(expecte
 
 
 def test_the_page_lists_every_name_with_its_parameters() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "nemo_rl.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "nemo_rl_internals.md").read_text()
     for expected in (*NAMES, *PROOF_NAMES, *JOINT_NAMES, *BRIDGE_NAMES):
         signature = f"({', '.join(expected.parameters)})" if expected.parameters else ""
         assert f"| {expected.file} | `{expected.name}{signature}` |" in page

@@ -82,7 +82,7 @@ def test_a_bridge_that_makes_its_groups_otherwise_is_refused(tmp_path: Path) -> 
 
 
 def test_the_page_lists_every_name_and_what_the_host_must_do() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "swift.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "swift_internals.md").read_text()
     for name in (*EVERY_NAME, *BRIDGE_NAMES):
         assert isinstance(name, HostName)
         signature = f"({', '.join(name.parameters)})" if name.parameters else ""

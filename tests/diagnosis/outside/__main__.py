@@ -64,8 +64,8 @@ and, under Ray, the logs of the session. `scripts/test --outside` writes this pa
 
 The hosts are a Megatron script of four ranks under torchrun, a job on Ray with two trainers and two rollout engines
 without a model, verl's own `main_ppo` with such engines, and ms-swift's own `megatron sft`. NeMo RL's worker needs a
-GPU, so it is not on this page. [Five of its jobs](nemo_rl.md#on-two-gpus) were looked at on two GPUs: four answers are
-right, and one names nobody.
+GPU, so it is not on this page. [Five of its jobs](nemo_rl_evidence.md#on-two-gpus) were looked at on two GPUs: four
+answers are right, and one names nobody.
 
 An answer is right if it names only the faulty process. The last column shows what a user reads without the command. For
 a job that stands still, that is the output of `py-spy dump` for every rank, the faulty rank included. Ray and torchrun
