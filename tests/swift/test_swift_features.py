@@ -120,6 +120,16 @@ def test_a_save_that_fails_gets_no_tracker(tmp_path: Path) -> None:
     assert not (tmp_path / TRACKER).exists()
 
 
+def test_a_step_that_cannot_be_written_raises_its_own_error(tmp_path: Path) -> None:
+    with (
+        SwiftJob(job_settings({})).tracker_last(at_once=True),
+        pytest.raises(OSError, match="no space"),
+        msc_utils.open_file(tmp_path / TRACKER, "w"),
+    ):
+        raise OSError("no space")
+    assert not (tmp_path / TRACKER).exists()
+
+
 def test_generation_and_offload_are_refused_before_the_bootstrap() -> None:
     job = SwiftJob(job_settings({}))
     job._trainer = SafeTrainer(

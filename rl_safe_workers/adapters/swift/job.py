@@ -466,7 +466,7 @@ class _Tracker(io.StringIO):
     """Replaces the tracker file, to which ms-swift writes the number of a step."""
 
     def __init__(self, write: Callable[[int], None]) -> None:
-        """Holds the number until the file is closed.
+        """Holds the number until the file is closed. A file that is closed empty is not written.
 
         Args:
             write: Takes the step and writes the tracker file, at once or later.
@@ -475,6 +475,6 @@ class _Tracker(io.StringIO):
         self._write = write
 
     def close(self) -> None:
-        if not self.closed:
-            self._write(int(self.getvalue()))
+        if not self.closed and (step := self.getvalue()):
+            self._write(int(step))
         super().close()
