@@ -119,4 +119,4 @@ def lacking(root: Path, names: Iterable[HostName], texts: Iterable[HostText] = (
     found = found or [lack for expected in texts if (lack := lacks_text(root, expected)) is not None]
     if not found:
         return ""
-    return found[0] + (f" and {len(found) - 1} other names" if len(found) > 1 else "")
+    return found[0] + (f" and {len(found) - 1} others" if len(found) > 1 else "")

@@ -241,7 +241,7 @@ def test_a_host_that_lacks_what_the_worker_derives_from_is_refused_before_there_
 ) -> None:
     old = _source(tmp_path / "old", without="MegatronPolicyWorkerImpl")
     monkeypatch.setattr(sys.modules["nemo_rl"], "__file__", str(old / "nemo_rl" / "__init__.py"))
-    refused = "lacks MegatronPolicyWorkerImpl .* and 13 other names.* from commit f00e1006b"
+    refused = "lacks MegatronPolicyWorkerImpl .* and 13 others.* from commit f00e1006b"
     with pytest.raises(ConfigError, match=refused):
         launch.safe_setup(lambda config, policy_factory=None: pytest.fail("set up"), ends)(_master())
     # Our script does not even import the host's.

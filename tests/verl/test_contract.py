@@ -64,7 +64,7 @@ def test_a_parameter_that_is_lacking_is_named_with_its_function(tmp_path: Path) 
 
 
 def test_a_source_with_all_names_that_does_something_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"lacks 'VERL_USE_EXTERNAL_MODULES' in the module .* and 23 other names"):
+    with pytest.raises(ConfigError, match=r"lacks 'VERL_USE_EXTERNAL_MODULES' in the module .* and 23 others"):
         check_verl(write_source(tmp_path, names=NAMES))
 
 
