@@ -12,17 +12,21 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import psutil
+
 PRELOAD = ["tests.distributed.preload"]
 """Imported once, in the process that all ranks fork from, so that a test does not pay for imports again."""
 BUSY = 3.0
 """Ranks may take that many times longer on a busy machine. The limit only ends ranks that hang."""
+LOOK_S = 1.0
+"""Time between two looks for ranks that are stopped. Such a rank never ends, so nobody waits for it."""
 LINGER_S = 0.2
 """How long a rank that raised still lives, as an actor would: others may be about to finish what it took part in."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one rank: a value, an exception, or neither because it was still running at the deadline."""
+    """The outcome of one rank: a value, an exception, or neither because it was stopped, or ran at the deadline."""
 
     rank: int
     value: Any = None
@@ -59,39 +63,49 @@ def run_ranks(
 ) -> list[Outcome]:
     """Calls ``function(rank, *args)`` in ``size`` processes and returns their outcomes by rank.
 
-    A rank that has returned lives on until every other has returned, raised or died; one that raised, for `LINGER_S`.
-    A rank still running after ``BUSY * timeout_s`` is killed, and its outcome says that it did not finish.
+    A rank that has returned lives on until every other has returned, raised, died or been stopped; one that raised,
+    for `LINGER_S`. A rank still running after ``BUSY * timeout_s``, or stopped at the end of the others, is killed, and
+    its outcome says that it did not finish.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    processes, pipes = [], {}
+    processes, pipes = {}, {}
     for rank in ranks if ranks is not None else range(size):
         ours, theirs = context.Pipe()
         process = context.Process(target=_child, args=(function, rank, args, theirs))
         process.start()
         theirs.close()
-        processes.append(process)
+        processes[rank] = process
         pipes[ours] = rank
     outcomes: dict[int, Outcome] = {}
     deadline = time.monotonic() + BUSY * timeout_s
     pending = dict(pipes)
     while pending and (remaining := deadline - time.monotonic()) > 0:
-        for pipe in wait(list(pending), timeout=remaining):
+        for pipe in wait(list(pending), timeout=min(remaining, LOOK_S)):
             rank = pending.pop(pipe)
             try:
                 outcomes[rank] = pipe.recv()
             except EOFError:
                 outcomes[rank] = Outcome(rank=rank, error=RuntimeError("the process died"))
+        if pending and all(_is_stopped(processes[rank].pid) for rank in pending.values()):
+            break
     for rank in pending.values():
         outcomes[rank] = Outcome(rank=rank, finished=False)
     for pipe in pipes:
         pipe.close()
-    for process in processes:
+    for process in processes.values():
         process.join(timeout=0.5 if pending else 5)
         if process.is_alive():
             process.kill()
             process.join()
     return [outcomes[rank] for rank in sorted(outcomes)]
+
+
+def _is_stopped(pid: int | None) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
