@@ -65,8 +65,6 @@ CASES = [
     (Kind.STALL, IN_SYNC),
     (Kind.STALL, AT_START),
 ]
-QUICK = [(Kind.KILL, IN_SYNC)]
-"""Runs without ``--chaos``."""
 
 
 def fault_at(when: When, *, kind: Kind, rank: int, folder: Path) -> Fault:
@@ -118,18 +116,11 @@ def go_on(
     return outcome
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(400)  # the first one waits for the undisturbed run
 @pytest.mark.parametrize(
     ("kind", "when"),
-    [
-        pytest.param(
-            kind,
-            when,
-            id=f"{kind}-{when.phase}-{when.point}-{when.occurrence}",
-            marks=() if (kind, when) in QUICK else pytest.mark.chaos,
-        )
-        for kind, when in CASES
-    ],
+    [pytest.param(kind, when, id=f"{kind}-{when.phase}-{when.point}-{when.occurrence}") for kind, when in CASES],
 )
 def test_a_run_goes_on_with_the_other_engine(
     kind: Kind, when: When, undisturbed: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -130,7 +130,7 @@ STOPPED = {
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("row", chosen(MachineFault.STOPPED_TRAINER, of=tuple(STOPPED)))
+@pytest.mark.parametrize("row", chosen(of=tuple(STOPPED)))
 def test_a_stopped_rank_is_said_to_be_stopped(
     row: MachineFault, undisturbed: Outcome, record_property: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +266,7 @@ def test_a_clock_that_is_set_changes_nothing(
         run_while_the_clock_is_set(wall_clock_library, first_s, undisturbed, tmp_path, monkeypatch)
 
 
+@pytest.mark.every_case
 @pytest.mark.timeout(600)
 def test_a_run_needs_no_home_no_locale_few_open_files_and_no_steady_clock(
     undisturbed: Outcome, wall_clock_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.integration.runs import Outcome, finish, made_once, rl_safe
 
 STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=-1", "data.train_batch_size=4")
+ENGINE = (
+    *("cluster.num_rollouts=2", "rollout.tensor_model_parallel_size=2", "cluster.cpus_per_rollout=0.4"),
+    "rollout.prove_sync_freq=1",
+)
+"""An engine of two ranks. Each of its syncs is proved."""
 
 
 def assert_sound(outcome: Outcome) -> None:
@@ -21,33 +26,36 @@ def assert_sound(outcome: Outcome) -> None:
     assert outcome.left == []
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param("quickstart_tp2.yaml", marks=pytest.mark.every_case), "quickstart_pp2.yaml"]
-)
-def test_a_layout_trains_within_the_bound_with_an_engine_of_two_ranks(
-    moe_model: Path, tmp_path: Path, recipe: str
-) -> None:
-    engine = ("cluster.num_rollouts=2", "rollout.tensor_model_parallel_size=2", "cluster.cpus_per_rollout=0.4")
-    outcome = finish(rl_safe(recipe, f"model.path={moe_model}", *STEPS, *engine, "rollout.prove_sync_freq=1"), tmp_path)
-    assert_sound(outcome)
+def assert_proved(outcome: Outcome) -> None:
     for record in outcome.records:
         assert record["sync/proved"] > 0
         assert record["sync/not_proved"] == record["sync/redone"] == 0
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize("recipe", ["quickstart_tp2.yaml", "quickstart_pp2.yaml"])
+def test_a_layout_trains_within_the_bound_with_an_engine_of_two_ranks(
+    moe_model: Path, tmp_path: Path, recipe: str
+) -> None:
+    outcome = finish(rl_safe(recipe, f"model.path={moe_model}", *STEPS, *ENGINE), tmp_path)
+    assert_sound(outcome)
+    assert_proved(outcome)
+
+
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """A dense model under tensor parallelism that it makes first, two rollout ranks, a KL loss and TensorBoard."""
+    """A dense model under tensor parallelism that it makes first, an engine of two ranks, a KL loss and TensorBoard."""
     command = rl_safe(
         "quickstart_dense.yaml",
-        *(*STEPS, "actor.use_kl_loss=true", "trainer.logger=[console,tensorboard]"),
-        *("cluster.num_trainers=2", "cluster.num_rollouts=2", "cluster.cpus_per_rollout=0.4"),
+        *(*STEPS, *ENGINE, "actor.use_kl_loss=true", "trainer.logger=[console,tensorboard]"),
+        "cluster.num_trainers=2",
     )
     return made_once(tmp_path_factory, "dense", partial(finish, command))
 
 
-def test_a_dense_model_trains_with_two_rollout_ranks(dense: Outcome) -> None:
+def test_a_dense_model_trains_with_an_engine_of_two_ranks(dense: Outcome) -> None:
     assert_sound(dense)
+    assert_proved(dense)
     assert (dense.folder / "models" / "quickstart-qwen3" / "model.safetensors").is_file()
 
 

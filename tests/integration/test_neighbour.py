@@ -127,21 +127,25 @@ def rewards(outcome: Outcome) -> list[Any]:
     return [(record["step"], record["reward/mean"], record["actor/loss"]) for record in outcome.records]
 
 
+@pytest.mark.every_case
 def test_a_run_beside_an_attack_learns_the_same_bit_for_bit(
     attacked: tuple[Outcome, dict[str, Any], list[str]], alone: Outcome
+) -> None:
+    outcome, _, _ = attacked
+    assert alone.code == 0, alone.err
+    assert rewards(outcome) == rewards(alone)
+
+
+def test_an_attack_ends_no_run_runs_no_code_and_changes_no_file(
+    attacked: tuple[Outcome, dict[str, Any], list[str]],
 ) -> None:
     outcome, tried, _ = attacked
     assert tried["messages sent"] > 100
     assert tried["processes"] > 0
     assert tried["files"] > 0
-    assert outcome.code == alone.code == 0, outcome.err
+    assert outcome.code == 0, outcome.err
     assert len(rewards(outcome)) == STEPS
-    assert rewards(outcome) == rewards(alone)
     assert outcome.left == []
-
-
-def test_an_attack_runs_no_code_and_changes_no_file(attacked: tuple[Outcome, dict[str, Any], list[str]]) -> None:
-    outcome, tried, _ = attacked
     assert not (outcome.folder / "ran").exists()
     assert tried["changed"] == []
     assert tried["keys"] == []

@@ -117,6 +117,7 @@ LATE = """
 """
 
 
+@pytest.mark.every_case
 def test_a_rank_that_does_not_come_to_the_bootstrap_is_named_with_its_line_of_code(tmp_path: Path) -> None:
     script = _script().replace("import os\n", "import os\nfrom datetime import timedelta\n", 1)
     script = script.replace("    report = bootstrap()", LATE.strip("\n"), 1)

@@ -76,6 +76,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.every_case
 def test_runs_with_checkpoints_apart_complete_and_one_in_a_taken_folder_is_refused(
     moe_model: Path, tmp_path: Path
 ) -> None:

@@ -120,7 +120,8 @@ def test_a_job_that_fails_leaves_nothing_on_any_node(machines, source) -> None:
     _gone_after(machines, 5.0)
 
 
-@pytest.mark.parametrize("how", [pytest.param("stopped", marks=pytest.mark.every_case), "killed"])
+@pytest.mark.every_case
+@pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_a_job_that_is_stopped_or_whose_driver_is_killed_leaves_nothing_on_any_node(how, machines, source) -> None:
     job = machines.submit(how, _command(source, SAFE))
     job.wait_for(lambda: has_helpers(machines.processes()) == NODES, "its workers have started")
@@ -152,6 +153,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
+@pytest.mark.every_case
 @pytest.mark.usefixtures("alone")
 def test_a_job_with_a_ray_of_its_own_that_fails_leaves_nothing(source, tmp_path) -> None:
     with running(_command(source, SAFE, "fail"), tmp_path / "job") as run:

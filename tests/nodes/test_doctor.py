@@ -78,6 +78,7 @@ def test_an_interface_that_is_not_there_stops_the_run(tmp_path: Path, monkeypatc
     assert "stops env-gloo-socket-ifname\n  GLOO_SOCKET_IFNAME=nonsense0: no interface" in outcome.out
 
 
+@pytest.mark.every_case
 def test_a_cluster_that_does_not_answer_is_given_up_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:  # accepts, and never says a word
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{deaf.getsockname()[1]}")

@@ -90,13 +90,14 @@ def _strike(machines: LocalCluster, signum: signal.Signals, run_id: str) -> None
     victim.send_signal(signum)
 
 
+KILLED = r"training rank 1 on {node} died in phase train, last seen at \S+:\d+ \(stand\)$"
 FOR_TOO_LONG = r"training rank 1 on {node} is stopped in phase train, last seen at \S+:\d+ \(stand\)$"
 
 
 @pytest.mark.parametrize(
     ("signum", "stop_limit_s", "told"),
     [
-        (signal.SIGKILL, 0, r"training rank 1 on {node} died in phase train, last seen at \S+:\d+ \(stand\)$"),
+        pytest.param(signal.SIGKILL, 0, KILLED, marks=pytest.mark.every_case),
         (signal.SIGSTOP, 0, r"training rank 1 on {node} is stopped in phase train(, last seen)? at \S+:\d+ \(stand\)$"),
         pytest.param(signal.SIGSTOP, 3, FOR_TOO_LONG, marks=pytest.mark.every_case),
     ],

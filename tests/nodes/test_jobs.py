@@ -130,14 +130,10 @@ def fault_in(phase: Phase, folder: Path, *, role: Role, rank: int, kind: Kind = 
 
 PHASES = [phase for phase in Phase if phase is not Phase.LOAD]
 """A run that does not resume loads nothing."""
-QUICK_STOP, QUICK_LOSS = (Phase.TRAIN,), (Phase.SAVE,)
 
 
-def phases(quick: tuple[Phase, ...]) -> list[object]:
-    return [pytest.param(p, id=str(p), marks=() if p in quick else pytest.mark.every_case) for p in PHASES]
-
-
-@pytest.mark.parametrize("phase", phases(QUICK_STOP))
+@pytest.mark.every_case
+@pytest.mark.parametrize("phase", PHASES, ids=str)
 def test_a_job_that_is_stopped_ends_as_a_run_that_is_interrupted(
     phase: Phase, three_nodes: LocalCluster, moe_model: Path, tmp_path: Path
 ) -> None:
@@ -234,7 +230,10 @@ def mended(three_nodes: LocalCluster) -> Callable[[], None]:
     return mend
 
 
-@pytest.mark.parametrize("phase", phases(QUICK_LOSS))
+@pytest.mark.parametrize(
+    "phase",
+    [pytest.param(p, id=str(p), marks=() if p is Phase.SAVE else pytest.mark.every_case) for p in PHASES],
+)
 def test_a_node_that_is_lost_is_named_and_the_run_ends(
     phase: Phase, three_nodes: LocalCluster, mended: Callable[[], None], moe_model: Path, tmp_path: Path
 ) -> None:
@@ -290,6 +289,7 @@ def refused(cluster: LocalCluster, moe_model: Path, folder: Path, *overrides: st
     return error_of(job)
 
 
+@pytest.mark.every_case
 def test_too_few_nodes_are_refused_with_what_is_missing(
     three_nodes: LocalCluster, mended: Callable[[], None], moe_model: Path, tmp_path: Path
 ) -> None:
@@ -302,14 +302,11 @@ def test_too_few_nodes_are_refused_with_what_is_missing(
     assert "no room for 4 trainers (1 CPU and 1 GPU each) and 1 rollout ranks (1 CPU and 1 GPU each)" in error
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("file", "complaint"),
     [
-        pytest.param(
-            "rl_safe_workers/more.py",
-            r"runs other code of rl_safe_workers \(\w{12}, the driver \w{12}\)",
-            marks=pytest.mark.every_case,
-        ),
+        ("rl_safe_workers/more.py", r"runs other code of rl_safe_workers \(\w{12}, the driver \w{12}\)"),
         # A module by the package's name, which hides the one that is installed.
         ("rl_safe_workers.py", r"has no rl_safe_workers \(install the wheel there, or submit the job with .*\)"),
     ],
