@@ -28,7 +28,7 @@ def unix_now() -> float:
 
 
 class Phase(StrEnum):
-    """A stretch of a run with its own timeout; see `timeout_setting`."""
+    """A stretch of a run with its own timeout; see `setting_names.timeout_setting`."""
 
     START = "start"
     """Ray, placement and imports. At the end every process of the run is up."""
@@ -62,26 +62,6 @@ class Phase(StrEnum):
     """Saving a checkpoint, on the training world alone."""
     TEARDOWN = "teardown"
     """Verdict exchange and ordered destruction of every group."""
-
-
-_setting_of_timeout = "rl_safe.timeouts.{}"
-_other_settings: Mapping[str, str] = {}
-
-
-def timeout_setting(phase: str) -> str:
-    """Returns the name of the setting that moves a phase's deadline, as the user of this process's job writes it."""
-    return _other_settings.get(str(phase)) or _setting_of_timeout.format(phase)
-
-
-def name_timeouts(pattern: str, others: Mapping[str, str]) -> None:
-    """Sets the names that `timeout_setting` returns from now on in this process. Each adapter calls it once.
-
-    Args:
-        pattern: Name of the setting, with ``{}`` for the phase.
-        others: Full names of settings by phase, for phases whose timeout has another name in the host's configuration.
-    """
-    global _setting_of_timeout, _other_settings
-    _setting_of_timeout, _other_settings = pattern, others
 
 
 SAVE_ENDS_BEFORE = frozenset({Phase.OFFLOAD, Phase.SAVE, Phase.LOAD, Phase.CONVERT, Phase.TEARDOWN})

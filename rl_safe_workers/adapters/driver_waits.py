@@ -23,8 +23,9 @@ from rl_safe_workers.config import PhaseTimeouts
 from rl_safe_workers.control.deadline import Background, Deadline
 from rl_safe_workers.diagnostics.thread_waits import where_is
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError, RankError, RunError
-from rl_safe_workers.lifecycle import Phase, timeout_setting
+from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import HELPERS, RankId, Role
+from rl_safe_workers.setting_names import timeout_setting
 
 logger = logging.getLogger(__name__)
 

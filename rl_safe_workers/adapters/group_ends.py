@@ -13,8 +13,9 @@ from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.plane import NO_OUTCOME
 from rl_safe_workers.diagnostics.blame import late_for_the_end
 from rl_safe_workers.errors import RunError
-from rl_safe_workers.lifecycle import Phase, timeout_setting
+from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import format_ranks
+from rl_safe_workers.setting_names import timeout_setting
 
 AFTER_FAILURE_S = 4.0
 """Seconds that ranks get to abort their groups after a failure. A rank that waits for another one does not answer."""

@@ -10,18 +10,18 @@ from pydantic import Field, field_validator
 
 from rl_safe_workers.config import BootstrapConfig, PhaseTimeouts, RlSafeConfig, Seconds, TimeoutsConfig
 from rl_safe_workers.errors import ConfigError
-from rl_safe_workers.lifecycle import name_timeouts
 from rl_safe_workers.section import Contradiction, Section, read
+from rl_safe_workers.setting_names import name_settings
 
 
-def name_host_timeouts(pattern: str, **others: str) -> None:
-    """Makes errors in this process name timeouts as the host's users write them; see `lifecycle.name_timeouts`.
+def name_host_settings(pattern: str, **timeouts: str) -> None:
+    """Makes errors in this process name settings as the host's users write them; see `setting_names.name_settings`.
 
     Args:
-        pattern: Name of the setting, with ``{}`` for the phase.
-        **others: Full names by phase. Phase ``groups`` is named as ``bootstrap``, whose timeout it has.
+        pattern: Name of a setting, with ``{}`` for its path in the host's node.
+        **timeouts: Full names of timeouts by phase. Phase ``groups`` is named as ``bootstrap``, whose timeout it has.
     """
-    name_timeouts(pattern, {"groups": pattern.format("bootstrap"), **others})
+    name_settings(pattern, timeouts={"groups": pattern.format("timeouts.bootstrap"), **timeouts})
 
 
 class RolloutTimeouts(PhaseTimeouts):

@@ -33,10 +33,11 @@ from rl_safe_workers.errors import (
     first_line,
     in_one_line,
 )
-from rl_safe_workers.lifecycle import Phase, timeout_setting
+from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId
 from rl_safe_workers.rollout.sent_digests import SentDigests
 from rl_safe_workers.rollout.sync_proof import SentWeights
+from rl_safe_workers.setting_names import timeout_setting
 from rl_safe_workers.topology.budget import LIMITS
 from rl_safe_workers.topology.groups import Traffic
 from rl_safe_workers.workers.communicators import HostComms

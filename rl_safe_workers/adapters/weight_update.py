@@ -17,8 +17,9 @@ from rl_safe_workers.control.failure import as_ours
 from rl_safe_workers.diagnostics.answering import stack_of_call
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError
 from rl_safe_workers.frames import Frame
-from rl_safe_workers.lifecycle import Phase, timeout_setting
+from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, trainer_id
+from rl_safe_workers.setting_names import timeout_setting
 from rl_safe_workers.worlds.training_rank import TrainingRank
 from rl_safe_workers.worlds.training_world import set_group_timeouts
 

@@ -33,9 +33,9 @@ from rl_safe_workers.errors import (
     first_line,
     in_short,
 )
-from rl_safe_workers.lifecycle import timeout_setting
 from rl_safe_workers.ranks import RankId, format_ranks
 from rl_safe_workers.root_cause import report_from_text, report_of, report_to_text
+from rl_safe_workers.setting_names import timeout_setting
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,8 @@ from rl_safe_workers.control.board import lost_store
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.seal import SECRET_BYTES, new_secret
 from rl_safe_workers.errors import Awaited, CommunicatorError, PhaseTimeoutError
-from rl_safe_workers.lifecycle import timeout_setting
 from rl_safe_workers.ranks import trainer_id, trainer_ids
+from rl_safe_workers.setting_names import timeout_setting
 
 _KEY = "rl_safe_secret"
 _PREFIX = "rl_safe_secret_"

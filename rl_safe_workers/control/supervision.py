@@ -22,8 +22,9 @@ from rl_safe_workers.control.plane import ControlPlane
 from rl_safe_workers.errors import Awaited, CommunicatorError, PhaseTimeoutError, foreign_cause
 from rl_safe_workers.foreign_errors import ForeignCause
 from rl_safe_workers.frames import frames_of_thread, telling_frame
-from rl_safe_workers.lifecycle import Phase, timeout_setting
+from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import trainer_id, trainer_ids
+from rl_safe_workers.setting_names import timeout_setting
 
 T = TypeVar("T")
 

@@ -31,8 +31,9 @@ from rl_safe_workers.errors import (
     RankError,
     RunError,
 )
-from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase, PhaseEvent, timeout_setting, unix_now
+from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase, PhaseEvent, unix_now
 from rl_safe_workers.rollout.protocol import WeightSpec
+from rl_safe_workers.setting_names import timeout_setting
 from rl_safe_workers.worlds.address import StoreAddress
 
 LEAVING_S = 3.0

@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rl_safe_workers.errors import WeightSyncError
-from rl_safe_workers.lifecycle import Phase, timeout_setting
+from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.rollout.cuts import ONLY_RANK, BucketPart, EngineRank, engine_ranks, plan_parts
 from rl_safe_workers.rollout.direct_load import DirectLoad, LearnedLoad
 from rl_safe_workers.rollout.packing import whole_weights
@@ -34,6 +34,7 @@ from rl_safe_workers.rollout.part_reads import PartReads
 from rl_safe_workers.rollout.protocol import Bucket, WeightSpec
 from rl_safe_workers.rollout.read_back import ReadBack, engine_rank
 from rl_safe_workers.rollout.sync_proof import HeldWeights
+from rl_safe_workers.setting_names import timeout_setting
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.gpu_pair import GpuPair
 from rl_safe_workers.worlds.joint_group import JointGroup, joint_control, wait_for_stream

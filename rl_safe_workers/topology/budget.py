@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 
 from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.setting_names import bootstrap_setting
 from rl_safe_workers.topology.groups import KINDS, Features, Traffic, kinds_of
 from rl_safe_workers.topology.layout import ParallelLayout
 
-SETTING = "rl_safe.bootstrap.max_ctas"
 NCCL_MAXIMUM = 64
 """NCCL's MAXCHANNELS. A larger limit would have no effect."""
 LIMITS = {Traffic.CONTROL: 1, Traffic.STAGES: 12}
@@ -58,7 +58,8 @@ def check_overrides(overrides: Mapping[str, int], *, keys: list[str]) -> None:
             near = get_close_matches(key, keys, n=1)
             reason = "Megatron creates none in this layout" if key in known else "there is no group of that name"
             raise ConfigError(
-                f"{SETTING}.{key}: {reason}" + (f"; did you mean {near[0]}?" if near else f"; use {', '.join(keys)}")
+                f"{bootstrap_setting(f'max_ctas.{key}')}: {reason}"
+                + (f"; did you mean {near[0]}?" if near else f"; use {', '.join(keys)}")
             )
         if not 1 <= limit <= NCCL_MAXIMUM:
-            raise ConfigError(f"{SETTING}.{key}={limit} must be from 1 to {NCCL_MAXIMUM} CTAs")
+            raise ConfigError(f"{bootstrap_setting(f'max_ctas.{key}={limit}')} must be from 1 to {NCCL_MAXIMUM} CTAs")

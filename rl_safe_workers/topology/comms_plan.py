@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rl_safe_workers.errors import CommunicatorError
-from rl_safe_workers.topology.budget import SETTING, plan_limits
+from rl_safe_workers.setting_names import bootstrap_setting
+from rl_safe_workers.topology.budget import plan_limits
 from rl_safe_workers.topology.groups import Features, OpClass, Traffic
 from rl_safe_workers.topology.layout import ParallelLayout
 from rl_safe_workers.topology.memory import KERNEL_BYTES, MIB, PredictedGroup, group_bytes, links_of, predict_groups
@@ -103,7 +104,7 @@ class CommsPlan:
         large = [g for g in self.groups if g.kind.traffic(self.layout, self.features) is not Traffic.CONTROL]
         heaviest = large[:_NAMED]
         named = ", ".join(f"{g.description} {g.bytes / MIB:.0f} MiB" for g in heaviest)
-        settings = " ".join(f"{SETTING}.{g.kind.key}=8" for g in heaviest)
+        settings = " ".join(bootstrap_setting(f"max_ctas.{g.kind.key}=8") for g in heaviest)
         free = f"{free_bytes / MIB:.0f} MiB are free; the heaviest are {named}"
         least = KERNEL_BYTES + sum(self._least(group, gpus_per_node) for group in self.groups)
         if least <= free_bytes:

@@ -24,6 +24,7 @@ from rl_safe_workers.lifecycle import REQUIRES, Phase
 from rl_safe_workers.platforms import cuda
 from rl_safe_workers.platforms.device_memory import free_bytes, outside_torch
 from rl_safe_workers.ranks import Role, trainer_id
+from rl_safe_workers.setting_names import bootstrap_setting
 from rl_safe_workers.topology.comms_plan import CommsPlan
 from rl_safe_workers.topology.groups import Features, OpClass
 from rl_safe_workers.topology.layout import ParallelLayout
@@ -251,7 +252,7 @@ class Communicators(Part):
         raise LifecycleError(
             f"{what} on training rank {self.rank.training_rank}: the bootstrap has not run, so communicators would "
             f"connect later, when memory is full; {self._host.missing_groups}, "
-            "or set rl_safe.bootstrap.on_missing=bootstrap"
+            f"or set {bootstrap_setting('on_missing=bootstrap')}"
         )
 
     def before(self, phase: Phase) -> None:

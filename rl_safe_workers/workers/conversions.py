@@ -37,9 +37,10 @@ from rl_safe_workers.checkpoint.save.writer import WrittenFile, file_records
 from rl_safe_workers.checkpoint.state.model_state import model_state
 from rl_safe_workers.checkpoint.state.state import CONTENT_METADATA
 from rl_safe_workers.compat.param_gathers import complete_param_gathers
-from rl_safe_workers.lifecycle import Phase, timeout_setting
+from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.models.hf_directory import check_mtp_source
 from rl_safe_workers.models.hf_reader import HfReader, mtp_weights
+from rl_safe_workers.setting_names import timeout_setting
 from rl_safe_workers.topology.layout import ParallelLayout
 from rl_safe_workers.worlds.training_rank import MegatronHost, Part, TrainingRank
 

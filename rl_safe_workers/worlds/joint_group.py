@@ -28,8 +28,9 @@ from rl_safe_workers.control.failure import Failure
 from rl_safe_workers.control.plane import NO_OUTCOME, ControlPlane, Operation
 from rl_safe_workers.errors import RlSafeError, WeightSyncError, first_line, foreign_cause
 from rl_safe_workers.foreign_errors import ForeignCause
-from rl_safe_workers.lifecycle import Phase, timeout_setting
+from rl_safe_workers.lifecycle import Phase
 from rl_safe_workers.ranks import RankId, Role, format_ranks, joint_ids
+from rl_safe_workers.setting_names import timeout_setting
 from rl_safe_workers.worlds.address import StoreAddress
 from rl_safe_workers.worlds.store import connect_store
 

@@ -26,7 +26,8 @@ from rl_safe_workers.checkpoint.folders.publish import (
 )
 from rl_safe_workers.errors import CheckpointError
 from rl_safe_workers.foreign_files import printable
-from rl_safe_workers.lifecycle import Phase, timeout_setting
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.setting_names import timeout_setting
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from rl_safe_workers.adapters.host_settings import name_host_timeouts
+from rl_safe_workers.adapters.host_settings import name_host_settings
 from rl_safe_workers.adapters.nemo_rl.joint_refit import JointRefit, Plan
-from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import TIMEOUT, worker_settings
+from rl_safe_workers.adapters.nemo_rl.nemo_rl_settings import SETTING, worker_settings
 from rl_safe_workers.adapters.nemo_rl.policy_process import PolicyProcess
 from rl_safe_workers.adapters.rank_answers import listen
 from rl_safe_workers.errors import CommunicatorError, PhaseTimeoutError
@@ -43,7 +43,7 @@ class SafePolicyMixin:
             PhaseTimeoutError: If a rank does not come in time; names it.
         """
         listen()
-        name_host_timeouts(TIMEOUT)
+        name_host_settings(SETTING)
         self.safe = PolicyProcess(worker_settings())
         annotations = kwargs.get("worker_sharding_annotations")
         workers = None if annotations is None else int(annotations.size)

@@ -16,8 +16,8 @@ from rl_safe_workers.adapters.host_settings import ProvableSettings, RolloutTime
 from rl_safe_workers.config import ABORT_S, Seconds
 
 NODE = "rl_safe"
-TIMEOUT = f"{NODE}.timeouts.{{}}"
-"""Name of the timeout of a phase."""
+SETTING = f"{NODE}.{{}}"
+"""Name of a setting in the node, with ``{}`` for its path."""
 VARIABLE = "RL_SAFE_NEMO_RL"
 """The settings as JSON, e.g. ``{"timeouts": {"save": 600}}``."""
 HOST_SHUTDOWN_S = 30.0

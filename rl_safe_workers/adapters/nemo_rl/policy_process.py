@@ -37,7 +37,8 @@ from rl_safe_workers.compat.param_gathers import complete_param_gathers
 from rl_safe_workers.config import MegatronConfig
 from rl_safe_workers.control.bounded import within
 from rl_safe_workers.errors import CommunicatorError, in_one_line
-from rl_safe_workers.lifecycle import Phase, timeout_setting
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.setting_names import timeout_setting
 from rl_safe_workers.topology.groups import OpClass
 from rl_safe_workers.workers.communicators import HostComms
 from rl_safe_workers.worlds.training_world import set_group_timeouts

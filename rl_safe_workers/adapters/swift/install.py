@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Any
 
 from rl_safe_workers.adapters.host_contract import package_root
-from rl_safe_workers.adapters.host_settings import name_host_timeouts
+from rl_safe_workers.adapters.host_settings import name_host_settings
 from rl_safe_workers.adapters.swift.swift_contract import check_proved, check_ray_mode, check_swift
-from rl_safe_workers.adapters.swift.swift_settings import TIMEOUT, job_settings
+from rl_safe_workers.adapters.swift.swift_settings import SETTING, job_settings
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def install() -> None:
         logger.warning("rl_safe: off, by RL_SAFE_SWIFT")
         return
     check_swift(package_root("swift"), package_root("mcore_bridge"))
-    name_host_timeouts(TIMEOUT)
+    name_host_settings(SETTING)
     if is_ray and not _is_actor:
         check_ray_mode(package_root("swift"))
         if settings.prove_sync_freq >= 0:

@@ -74,7 +74,7 @@ class SwiftComms(HostComms):
                 "mp",
                 (OpClass.REDUCE, OpClass.GATHER_SCATTER) if self.generates else (OpClass.REDUCE,),
             ),
-            # broadcast_object_list of shapes of weights: mcore_bridge/bridge/gpt_bridge.py:328.
+            # An export broadcasts weights over it, and first their shapes: mcore_bridge/bridge/gpt_bridge.py:328, 443.
             (parallel_state.get_pipeline_model_parallel_group(), "pp", (OpClass.REDUCE,)),
         ]
 

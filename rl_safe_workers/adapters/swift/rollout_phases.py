@@ -29,7 +29,8 @@ from rl_safe_workers.compat.param_gathers import complete_param_gathers
 from rl_safe_workers.control.bounded import in_background
 from rl_safe_workers.control.deadline import Deadline, DeadlineExceededError
 from rl_safe_workers.errors import Awaited, PhaseTimeoutError
-from rl_safe_workers.lifecycle import Phase, timeout_setting
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.setting_names import timeout_setting
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.errors import RolloutError
-from rl_safe_workers.lifecycle import timeout_setting
 from rl_safe_workers.ranks import RankId
+from rl_safe_workers.setting_names import timeout_setting
 
 
 def silent_engine(engine: str, phase: str, deadline: Deadline, rank_id: RankId | None = None) -> RolloutError:

@@ -12,8 +12,8 @@ from rl_safe_workers.config import PhaseTimeouts, Seconds
 
 VARIABLE = "RL_SAFE_SWIFT"
 """The settings as JSON, e.g. ``{"timeouts": {"save": 600}}``."""
-TIMEOUT = f"timeouts.{{}} in {VARIABLE}"
-"""Name of the timeout of a phase."""
+SETTING = f"{{}} in {VARIABLE}"
+"""Name of a setting, with ``{}`` for its path in the JSON."""
 
 
 class SwiftTimeouts(PhaseTimeouts):

@@ -36,7 +36,8 @@ from rl_safe_workers.checkpoint.state.optimizer_state import FULLY_RESHARDABLE, 
 from rl_safe_workers.checkpoint.state.state import restore_state, sharded_state
 from rl_safe_workers.compat.param_gathers import complete_param_gathers
 from rl_safe_workers.errors import CheckpointError
-from rl_safe_workers.lifecycle import Phase, timeout_setting
+from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.setting_names import timeout_setting
 
 logger = logging.getLogger(__name__)
 

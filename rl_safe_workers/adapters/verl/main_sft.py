@@ -19,13 +19,13 @@ import torch.distributed as dist
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
-from rl_safe_workers.adapters.host_settings import name_host_timeouts
+from rl_safe_workers.adapters.host_settings import name_host_settings
 from rl_safe_workers.adapters.verl import environment
 from rl_safe_workers.adapters.verl.entry import check_sft
 from rl_safe_workers.adapters.verl.main_ppo import beside_verls
 from rl_safe_workers.adapters.verl.plugin import activate
 from rl_safe_workers.adapters.verl.search_path import SafeSearchPath
-from rl_safe_workers.adapters.verl.settings import TIMEOUT
+from rl_safe_workers.adapters.verl.settings import SETTING
 from rl_safe_workers.checkpoint.folders.claim import claimed
 from rl_safe_workers.errors import ConfigError, RlSafeError
 
@@ -44,7 +44,7 @@ def run(config: DictConfig) -> None:
     if settings is not None:
         environment.use_engines(settings)
         activate()
-        name_host_timeouts(TIMEOUT, world=TIMEOUT.format("save"))  # see `read_sft_settings`
+        name_host_settings(SETTING, world=SETTING.format("timeouts.save"))  # see `read_sft_settings`
     from verl.trainer import sft_trainer as stock
 
     if settings is None:

@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from rl_safe_workers.adapters.host_settings import name_host_timeouts
+from rl_safe_workers.adapters.host_settings import name_host_settings
 from rl_safe_workers.adapters.verl import environment, weight_sockets
 from rl_safe_workers.adapters.verl.compatibility import check_registry, check_verl
-from rl_safe_workers.adapters.verl.settings import TAKEN, TIMEOUT
+from rl_safe_workers.adapters.verl.settings import SETTING, TAKEN
 from rl_safe_workers.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def activate() -> None:
         register_platform()
     if not environment.is_wanted():
         return
-    name_host_timeouts(TIMEOUT, world=TAKEN["nccl_timeout"])
+    name_host_settings(SETTING, world=TAKEN["nccl_timeout"])
     if is_active():
         return
     check_registry()

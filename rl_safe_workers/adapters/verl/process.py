@@ -21,7 +21,7 @@ from rl_safe_workers.adapters.hosting import HostedTrainer
 from rl_safe_workers.adapters.verl import environment
 from rl_safe_workers.adapters.verl.host_groups import DELTA_KEYS, verl_groups
 from rl_safe_workers.adapters.verl.pending_saves import PendingSaves
-from rl_safe_workers.adapters.verl.settings import NODE, VerlSettings
+from rl_safe_workers.adapters.verl.settings import VerlSettings
 from rl_safe_workers.adapters.verl.tracker import StepTracker
 from rl_safe_workers.comms.bootstrap import HostGroups
 from rl_safe_workers.comms.megatron_groups import create_megatron_groups, sizes_of_groups
@@ -29,6 +29,7 @@ from rl_safe_workers.config import MegatronConfig
 from rl_safe_workers.diagnostics.memory_growth import METRIC
 from rl_safe_workers.errors import OUTSIDE
 from rl_safe_workers.lifecycle import Phase
+from rl_safe_workers.setting_names import bootstrap_setting
 from rl_safe_workers.topology.budget import NCCL_MAXIMUM
 from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.workers.communicators import HostComms
@@ -179,7 +180,7 @@ class TrainerProcess(HostedTrainer):
                 "training rank %d: an engine shares groups that have fewer channels than it needs: %s; set %s",
                 self.trainer.training_rank,
                 ", ".join(narrow),
-                " ".join(f"{NODE}.bootstrap.max_ctas.{key}={wanted.get(key, NCCL_MAXIMUM)}" for key in narrow),
+                " ".join(bootstrap_setting(f"max_ctas.{key}={wanted.get(key, NCCL_MAXIMUM)}") for key in narrow),
             )
 
     def fail_with(self, error: BaseException) -> None:

@@ -17,8 +17,8 @@ from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.topology.groups import dispatcher_of
 
 NODE = "actor_rollout_ref.rl_safe"
-TIMEOUT = f"{NODE}.timeouts.{{}}"
-"""Name of the timeout of a phase."""
+SETTING = f"{NODE}.{{}}"
+"""Name of a setting in the node, with ``{}`` for its path."""
 STRATEGY = "megatron"
 DELTA = "delta_sharded"
 """Name of verl's checkpoint engine that sends only changes of weights."""

@@ -47,9 +47,10 @@ from rl_safe_workers.control.deadline import Deadline
 from rl_safe_workers.control.pending import PendingDecision
 from rl_safe_workers.control.plane import ControlPlane, Operation
 from rl_safe_workers.errors import CheckpointError
-from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase, timeout_setting
+from rl_safe_workers.lifecycle import SAVE_ENDS_BEFORE, Phase
 from rl_safe_workers.platforms.host_memory import host_memory
 from rl_safe_workers.ranks import trainer_id
+from rl_safe_workers.setting_names import timeout_setting
 from rl_safe_workers.worlds.training_rank import Part, TrainingRank
 
 logger = logging.getLogger(__name__)

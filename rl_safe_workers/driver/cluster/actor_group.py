@@ -17,9 +17,10 @@ from rl_safe_workers.driver.cluster.actors import Reply
 from rl_safe_workers.driver.cluster.interrupts import SLICE_S
 from rl_safe_workers.driver.cluster.nodes import Node
 from rl_safe_workers.errors import Awaited, ClusterError, Died, PhaseTimeoutError, RankError, RunError, in_one_line
-from rl_safe_workers.lifecycle import Phase, PhaseEvent, timeout_setting, unix_now
+from rl_safe_workers.lifecycle import Phase, PhaseEvent, unix_now
 from rl_safe_workers.ranks import RankId, Role
 from rl_safe_workers.root_cause import root_cause
+from rl_safe_workers.setting_names import timeout_setting
 
 ANSWERS = timedelta(seconds=10)
 """Longest wait for Ray's directory, which answers in milliseconds."""
