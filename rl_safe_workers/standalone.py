@@ -166,7 +166,7 @@ def channel_limits(
         optimizer_instances=config.num_distributed_optimizer_instances,
         virtual_size=config.virtual_pipeline_model_parallel_size,
     )
-    limits = plan_limits(layout, asked, max_ctas or {})
+    limits = plan_limits(layout, asked, max_ctas or {}, named=str)
     if not torch.cuda.is_available():
         return ChannelLimits(world=None, megatron=sizes)
     _config_file.close()

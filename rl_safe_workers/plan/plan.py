@@ -146,7 +146,9 @@ def make_plan(request: Request) -> Plan:
         tied=model is None or model.shape.tie_word_embeddings,
     )
     layout = request.layout
-    check_overrides(request.source.max_ctas, keys=[kind.key for kind in kinds_of(layout, features).values()])
+    node = request.setting("budget").removesuffix("budget")
+    keys = [kind.key for kind in kinds_of(layout, features).values()]
+    check_overrides(request.source.max_ctas, keys=keys, named=lambda key: f"{node}{key}")
     of_megatron = megatron_families(
         layout, instances=request.optimizer_instances, rules=request.megatron, gloo=request.gloo
     )

@@ -11,7 +11,7 @@ measured. Fewer channels use fewer NICs there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 
 from rl_safe_workers.errors import ConfigError
@@ -25,7 +25,13 @@ LIMITS = {Traffic.CONTROL: 1, Traffic.STAGES: 12}
 """Limit in CTAs, by the traffic of a group. For sends, NCCL rounds it up to a power of two."""
 
 
-def plan_limits(layout: ParallelLayout, features: Features, overrides: Mapping[str, int]) -> dict[str, int]:
+Names = Callable[[str], str]
+"""Returns the name of a setting of the bootstrap, for errors; see `setting_names.bootstrap_setting`."""
+
+
+def plan_limits(
+    layout: ParallelLayout, features: Features, overrides: Mapping[str, int], *, named: Names = bootstrap_setting
+) -> dict[str, int]:
     """Returns limits in CTAs, by the keys of Megatron's ``nccl_communicator_config_path`` file and ``world``.
 
     Groups that carry scalars, and groups of one rank, get one CTA. Groups between pipeline stages get 12. Other groups
@@ -35,12 +41,13 @@ def plan_limits(layout: ParallelLayout, features: Features, overrides: Mapping[s
         layout: Sizes of the training world's axes.
         features: Features of the run that decide which collectives the groups carry.
         overrides: Limits by key, from the configuration.
+        named: Names the settings in errors.
 
     Raises:
         ConfigError: If an override names an unknown group or has a value that is not a number of CTAs.
     """
     kinds = list(kinds_of(layout, features).values())
-    check_overrides(overrides, keys=[kind.key for kind in kinds])
+    check_overrides(overrides, keys=[kind.key for kind in kinds], named=named)
     found = {}
     for kind in kinds:
         alone = kind.size(layout, features) == 1
@@ -50,7 +57,7 @@ def plan_limits(layout: ParallelLayout, features: Features, overrides: Mapping[s
     return {**found, **overrides}
 
 
-def check_overrides(overrides: Mapping[str, int], *, keys: list[str]) -> None:
+def check_overrides(overrides: Mapping[str, int], *, keys: list[str], named: Names = bootstrap_setting) -> None:
     """Raises ConfigError if a limit names a group that is not in ``keys``, or is not a number of CTAs."""
     for key, limit in overrides.items():
         if key not in keys:
@@ -58,8 +65,8 @@ def check_overrides(overrides: Mapping[str, int], *, keys: list[str]) -> None:
             near = get_close_matches(key, keys, n=1)
             reason = "Megatron creates none in this layout" if key in known else "there is no group of that name"
             raise ConfigError(
-                f"{bootstrap_setting(f'max_ctas.{key}')}: {reason}"
+                f"{named(f'max_ctas.{key}')}: {reason}"
                 + (f"; did you mean {near[0]}?" if near else f"; use {', '.join(keys)}")
             )
         if not 1 <= limit <= NCCL_MAXIMUM:
-            raise ConfigError(f"{bootstrap_setting(f'max_ctas.{key}={limit}')} must be from 1 to {NCCL_MAXIMUM} CTAs")
+            raise ConfigError(f"{named(f'max_ctas.{key}={limit}')} must be from 1 to {NCCL_MAXIMUM} CTAs")

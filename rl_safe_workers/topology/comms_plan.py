@@ -104,7 +104,7 @@ class CommsPlan:
         large = [g for g in self.groups if g.kind.traffic(self.layout, self.features) is not Traffic.CONTROL]
         heaviest = large[:_NAMED]
         named = ", ".join(f"{g.description} {g.bytes / MIB:.0f} MiB" for g in heaviest)
-        settings = " ".join(bootstrap_setting(f"max_ctas.{g.kind.key}=8") for g in heaviest)
+        settings = ", ".join(bootstrap_setting(f"max_ctas.{g.kind.key}=8") for g in heaviest)
         free = f"{free_bytes / MIB:.0f} MiB are free; the heaviest are {named}"
         least = KERNEL_BYTES + sum(self._least(group, gpus_per_node) for group in self.groups)
         if least <= free_bytes:
@@ -119,7 +119,7 @@ class CommsPlan:
             return
         raise CommunicatorError(
             f"the communicators will take {self.bytes / MIB:.0f} MiB of device memory and {free}: free memory before "
-            f"init_groups, or limit them with {settings}"
+            f"the groups are made, or limit them with {settings}"
         )
 
     def _least(self, group: PredictedGroup, gpus_per_node: int | None) -> int:

@@ -79,8 +79,8 @@ def test_the_number_of_ranks_is_torchruns(has_gpu: None, monkeypatch: pytest.Mon
     [
         ({"expert_size": 2, "world_size": 2}, "unknown key expert_size; the nearest known key is expert_model_p"),
         ({"tensor_model_parallel_size": 0, "world_size": 2}, "tensor_model_parallel_size"),
-        ({"max_ctas": {"epp": 2}, "world_size": 2}, "did you mean "),
-        ({"max_ctas": {"ep": 65}, "world_size": 2}, "must be from 1 to 64"),
+        ({"max_ctas": {"epp": 2}, "world_size": 2}, "^max_ctas.epp: there is no group of that name; did you mean "),
+        ({"max_ctas": {"ep": 65}, "world_size": 2}, "^max_ctas.ep=65 must be from 1 to 64"),
         ({}, "WORLD_SIZE is not set"),
     ],
 )

@@ -16,6 +16,7 @@ import pytest
 from rl_safe_workers.cli.main import main
 from rl_safe_workers.errors import ConfigError
 from rl_safe_workers.plan.fields import BY_NAME, FIELDS, HOST_DEFAULTS, HOSTS
+from rl_safe_workers.plan.plan import make_plan
 from rl_safe_workers.plan.request import Request, Source, make_request
 from rl_safe_workers.plan.sources import nemo_rl_source, recipe_source, verl_source
 
@@ -235,6 +236,9 @@ def test_a_plan_of_verl_reads_the_limits_of_our_engines() -> None:
     ):
         with pytest.raises(ConfigError, match=told):
             verl_source([*given, f"{RL_SAFE}.{wrong}"])
+    limited = verl_source([*given, f"{RL_SAFE}.bootstrap.max_ctas.inter_ep_dp=8"])
+    with pytest.raises(ConfigError, match=f"^{RL_SAFE}.bootstrap.max_ctas.inter_ep_dp: Megatron creates none"):
+        make_plan(request_of(limited))
 
 
 def test_verls_sharding_follows_its_flag() -> None:

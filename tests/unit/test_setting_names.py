@@ -77,11 +77,11 @@ def test_another_name_takes_the_place_of_the_pattern() -> None:
 @pytest.mark.parametrize(
     ("pattern", "setting"),
     [
-        (swift_settings.SETTING, "bootstrap.max_ctas.ep=65 in RL_SAFE_SWIFT"),
-        (verl_settings.SETTING, "actor_rollout_ref.rl_safe.bootstrap.max_ctas.ep=65"),
+        (swift_settings.SETTING, "bootstrap.max_ctas.inter_ep_dp in RL_SAFE_SWIFT"),
+        (verl_settings.SETTING, "actor_rollout_ref.rl_safe.bootstrap.max_ctas.inter_ep_dp"),
     ],
 )
-def test_a_limit_out_of_range_is_named_as_the_host_writes_it(pattern, setting) -> None:
+def test_a_limit_of_no_group_is_named_as_the_host_writes_it(pattern, setting) -> None:
     name_host_settings(pattern)
-    with pytest.raises(ConfigError, match=f"^{re.escape(setting)} must be from 1 to 64 CTAs$"):
-        check_overrides({"ep": 65}, keys=["ep"])
+    with pytest.raises(ConfigError, match=f"^{re.escape(setting)}: Megatron creates none in this layout"):
+        check_overrides({"inter_ep_dp": 8}, keys=["ep"])

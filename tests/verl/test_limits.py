@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rl_safe_workers import setting_names
+from rl_safe_workers.adapters.host_settings import name_host_settings
 from rl_safe_workers.adapters.verl.features import features_of
 from rl_safe_workers.adapters.verl.process import TrainerProcess, VerlComms
 from rl_safe_workers.adapters.verl.settings import SETTING, VerlSettings
 from rl_safe_workers.config import MegatronConfig
 from rl_safe_workers.errors import ConfigError
+from rl_safe_workers.setting_names import name_settings
 from rl_safe_workers.topology.groups import Features
 from rl_safe_workers.workers import communicators
 from rl_safe_workers.workers.safe_trainer import SafeTrainer
@@ -89,8 +91,16 @@ def test_a_group_that_is_not_in_the_layout_is_refused() -> None:
         limits_of({"bootstrap": {"max_ctas": {"inter_ep_dp": 8}}})
 
 
-def test_an_engine_that_finds_groups_too_narrow_says_what_to_set(caplog, monkeypatch) -> None:
-    monkeypatch.setattr(setting_names, "_pattern", SETTING)  # as verl's plugin does
+@pytest.fixture
+def named_as_under_verl() -> Iterator[None]:
+    """Settings have the names that verl's plugin gives them."""
+    name_host_settings(SETTING)
+    yield
+    name_settings("rl_safe.{}", timeouts={})
+
+
+@pytest.mark.usefixtures("named_as_under_verl")
+def test_an_engine_that_finds_groups_too_narrow_says_what_to_set(caplog) -> None:
     first = process()
     first.trainer.comms.limits = first.trainer.comms.wanted_limits()
     first._check_limits()

@@ -180,7 +180,7 @@ class TrainerProcess(HostedTrainer):
                 "training rank %d: an engine shares groups that have fewer channels than it needs: %s; set %s",
                 self.trainer.training_rank,
                 ", ".join(narrow),
-                " ".join(bootstrap_setting(f"max_ctas.{key}={wanted.get(key, NCCL_MAXIMUM)}") for key in narrow),
+                ", ".join(bootstrap_setting(f"max_ctas.{key}={wanted.get(key, NCCL_MAXIMUM)}") for key in narrow),
             )
 
     def fail_with(self, error: BaseException) -> None:
