@@ -40,11 +40,9 @@ LONG_FOLDER = "x" * 60
 OPEN_FILES = 256
 
 
-def chosen(*quick: MachineFault, of: tuple[MachineFault, ...]) -> list[object]:
-    """Parameters of a test; all but the quick ones are run with ``--chaos`` only."""
-    return [
-        pytest.param(fault, id=fault.name.lower(), marks=() if fault in quick else pytest.mark.chaos) for fault in of
-    ]
+def name_of(fault: MachineFault) -> str:
+    """The id of a parameter."""
+    return fault.name.lower()
 
 
 @contextmanager
@@ -72,11 +70,9 @@ def short_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.chaos  # tests/distributed fills a disk, too
 @pytest.mark.timeout(600)  # as below: the first one waits for the undisturbed run
-@pytest.mark.parametrize(
-    "row",
-    chosen(of=(MachineFault.FULL_DISK, MachineFault.FULL_DISK_IN_BACKGROUND)),  # tests/distributed fills a disk, too
-)
+@pytest.mark.parametrize("row", [MachineFault.FULL_DISK, MachineFault.FULL_DISK_IN_BACKGROUND], ids=name_of)
 def test_a_full_disk_fails_the_save_and_costs_no_other(
     row: MachineFault, undisturbed: Outcome, record_property: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,8 +125,9 @@ STOPPED = {
 """The role that is stopped, the phase in which it is stopped, and the phase in which it is missed."""
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("row", chosen(of=tuple(STOPPED)))
+@pytest.mark.parametrize("row", STOPPED, ids=name_of)
 def test_a_stopped_rank_is_said_to_be_stopped(
     row: MachineFault, undisturbed: Outcome, record_property: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,8 +221,6 @@ def run_while_the_clock_is_set(
     undisturbed: Outcome,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
-    *,
-    prefix: tuple[str, ...] = (),
 ) -> None:
     """Sets the run's clock by ``first_s`` seconds at its start, and back by twice as much after its first step."""
     (clock := folder / "clock").write_bytes(bytes(8))
@@ -241,7 +236,7 @@ def run_while_the_clock_is_set(
         set_by(-first_s)
 
     faked = ("env", f"LD_PRELOAD={library}", f"WALL_CLOCK_FILE={clock}")
-    run_to_the_end(undisturbed, folder, monkeypatch, prefix=(*prefix, *faked), meanwhile=jump)
+    run_to_the_end(undisturbed, folder, monkeypatch, prefix=faked, meanwhile=jump)
 
 
 @pytest.mark.chaos
@@ -264,15 +259,6 @@ def test_a_clock_that_is_set_changes_nothing(
 ) -> None:
     with recorded(row, record_property):
         run_while_the_clock_is_set(wall_clock_library, first_s, undisturbed, tmp_path, monkeypatch)
-
-
-@pytest.mark.every_case
-@pytest.mark.timeout(600)
-def test_a_run_needs_no_home_no_locale_few_open_files_and_no_steady_clock(
-    undisturbed: Outcome, wall_clock_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The quick form of two tests above: both faults in one run."""
-    run_while_the_clock_is_set(wall_clock_library, HOUR_S, undisturbed, tmp_path, monkeypatch, prefix=BARE)
 
 
 @pytest.mark.chaos
@@ -318,7 +304,7 @@ def test_a_full_disk_under_the_metrics_is_named(undisturbed: Outcome, record_pro
     record_property(MACHINE, (str(MachineFault.FULL_OUTPUT), 0.0))
 
 
-@pytest.mark.parametrize("row", chosen(*(both := (MachineFault.FULL_TEMP, MachineFault.LONG_TEMP)), of=both))
+@pytest.mark.parametrize("row", [MachineFault.FULL_TEMP, MachineFault.LONG_TEMP], ids=name_of)
 def test_a_temporary_folder_that_ray_cannot_start_in_is_refused(
     row: MachineFault, undisturbed: Outcome, record_property: Record, tmp_path: Path
 ) -> None:
