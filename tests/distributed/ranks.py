@@ -19,14 +19,14 @@ PRELOAD = ["tests.distributed.preload"]
 BUSY = 3.0
 """Ranks may take that many times longer on a busy machine. The limit only ends ranks that hang."""
 LOOK_S = 1.0
-"""Time between two looks for ranks that are stopped. Such a rank never ends, so nobody waits for it."""
+"""Time between two looks for ranks that are stopped. Nobody continues such a rank, so a test does not wait for it."""
 LINGER_S = 0.2
 """How long a rank that raised still lives, as an actor would: others may be about to finish what it took part in."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one rank: a value, an exception, or neither because it was stopped, or ran at the deadline."""
+    """The outcome of one rank: a value or an error. It has neither if the rank was stopped, or ran at the deadline."""
 
     rank: int
     value: Any = None
@@ -64,8 +64,8 @@ def run_ranks(
     """Calls ``function(rank, *args)`` in ``size`` processes and returns their outcomes by rank.
 
     A rank that has returned lives on until every other has returned, raised, died or been stopped; one that raised,
-    for `LINGER_S`. A rank still running after ``BUSY * timeout_s``, or stopped at the end of the others, is killed, and
-    its outcome says that it did not finish.
+    for `LINGER_S`. A rank that still runs after ``BUSY * timeout_s`` is killed. So is one that is stopped when all
+    others have ended. Its outcome says that it did not finish.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
