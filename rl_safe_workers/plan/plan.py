@@ -146,7 +146,7 @@ def make_plan(request: Request) -> Plan:
         tied=model is None or model.shape.tie_word_embeddings,
     )
     layout = request.layout
-    node = request.setting("budget").removesuffix("budget")
+    node = request.setting("budget").removesuffix("budget")  # the limits are in the same node
     keys = [kind.key for kind in kinds_of(layout, features).values()]
     check_overrides(request.source.max_ctas, keys=keys, named=lambda key: f"{node}{key}")
     of_megatron = megatron_families(
